@@ -1,0 +1,344 @@
+"""The configuration of a run: one validated object, read from TOML, with `section.key=value` overrides.
+
+Every field's docstring is its help text (docs/configuration.md is generated from them). Unknown keys are errors, rules
+across fields are checked here, and nothing in this file needs torch, so that a mistake costs no model load.
+Names are TRL's where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+NoisePer = Literal["rollout", "prompt", "completion"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names each place and its fix."""
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, assignments are validated."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model, and how its frozen base is stored."""
+
+    path: str = "embedded"
+    """Folder of a transformers model in safetensors (bf16, or packed by `qerl quantize`), or "embedded": the small model in this package."""
+    format: Literal["nvfp4", "bf16"] = "nvfp4"
+    """Storage of the frozen linear layers. A bf16 folder is quantised while it loads; a packed folder must match."""
+    scale: Literal["sweep", "amax"] = "sweep"
+    """How a block's scale is chosen: least squares over all E4M3 codes, or the block's largest value / 6."""
+    keep: list[str] = []
+    """Glob patterns of linear layers that stay in bf16, such as "model.layers.0.*". The embedding and the head always do."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Activations: auto is bfloat16 on a GPU and float32 on a CPU."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda" or "cuda:1"."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+class LoraConfig(Section):
+    """The adapters: y = W x + scaling * B(A x)."""
+
+    r: int = Field(32, ge=1)
+    """Rank."""
+    alpha: float = Field(32, gt=0)
+    """scaling = alpha / r (alpha / sqrt(r) with use_rslora)."""
+    target_modules: list[str] = list(LORA_TARGETS)
+    """Names of the linear layers that get an adapter."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling, arXiv 2312.03732."""
+    rank_pattern: dict[str, int] = {}
+    """Ranks for layers whose name matches a pattern, as in PEFT."""
+    alpha_pattern: dict[str, float] = {}
+    """Alphas for layers whose name matches a pattern, as in PEFT."""
+    train_norms: bool = False
+    """Train the RMSNorm weights too; they are saved with the adapter."""
+
+
+class TaskConfig(Section):
+    """Where problems come from and how a prompt looks."""
+
+    name: str = "arithmetic"
+    """A built-in task: "arithmetic" or "gsm8k"."""
+    path: str | None = None
+    """File or folder with the data, for tasks that read some."""
+    difficulty: int = Field(2, ge=1, le=5)
+    """arithmetic: how long the sums are."""
+    system_prompt: str | None = None
+    """Replaces the task's own system message."""
+    max_prompt_length: int = Field(1024, ge=1)
+    """Prompts with more tokens are left out, counted, and reported."""
+
+
+class RewardConfig(Section):
+    """What a completion is paid for: sum of weight * function."""
+
+    functions: list[str] = []
+    """"module:function" or "file.py:function" in TRL's signature f(prompts, completions, **columns); empty: the task's own rewards."""
+    weights: list[float] | None = None
+    """One weight a function; default 1 each."""
+
+    @model_validator(mode="after")
+    def _one_weight_a_function(self) -> RewardConfig:
+        if self.weights is not None and self.functions and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"rewards.weights has {len(self.weights)} numbers for {len(self.functions)} functions: give one weight a function"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    engine: Literal["auto", "qerl", "hf"] = "auto"
+    """auto: qerl's engine where it knows the architecture, else transformers' forward pass (slow, with a warning)."""
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts (groups) in one step."""
+    num_generations: int = Field(8, ge=2)
+    """Completions of each prompt: the group that an advantage is computed over."""
+    max_completion_length: int = Field(512, ge=1)
+    """Longest completion in tokens, its EOS included."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits, in sampling and in every log-probability."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k most likely tokens; 0 is off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens below this share of the most likely one; 0 is off."""
+    max_batch_size: int = Field(256, ge=1)
+    """Most sequences that decode at a time."""
+    kv_cache_tokens: int | None = Field(None, ge=64)
+    """Tokens that the KV cache holds; default: what max_batch_size sequences of full length need."""
+
+
+class LossConfig(Section):
+    """The policy-gradient loss and the advantage."""
+
+    type: LossType = "dapo"
+    """grpo: mean over each completion's tokens, then over completions; dapo: mean over all tokens; dr_grpo: sum over tokens / (completions * max length); gspo: sequence-level ratio; cispo: clipped weight on the log-probability."""
+    epsilon: float = Field(0.2, gt=0)
+    """Lower clip: the ratio stays above 1 - epsilon."""
+    epsilon_high: float = Field(0.28, gt=0)
+    """Upper clip: the ratio stays below 1 + epsilon_high."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference); the reference is the base without adapters. 0 skips its pass."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide centred rewards by the standard deviation of the group or of the batch, or not at all."""
+    importance_sampling: bool = True
+    """Weigh tokens by min(old / rollout probability, cap): corrects noise and kernel differences of the rollout policy."""
+    importance_sampling_cap: float = Field(2.0, gt=0)
+    """Largest such weight."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over one rollout."""
+    updates_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps that one pass over a rollout is cut into."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by fresh prompts, as DAPO does."""
+    max_resamples: int = Field(3, ge=1)
+    """At most this many extra rounds of dynamic sampling; what is then missing is counted."""
+    mask_truncated_completions: bool = False
+    """Completions cut off by the length limit give no gradient (overlong filtering)."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Soft overlong punishment over the last so many tokens before max_completion_length; 0 is off."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """Punishment of a completion of full length."""
+    zero_variance_tolerance: float = Field(1e-6, ge=0)
+    """A group whose rewards differ by no more than this teaches nothing: advantage 0, counted."""
+
+
+class NoiseConfig(Section):
+    """Adaptive Quantization Noise on the RMSNorm weights before q,k,v and before gate,up."""
+
+    enabled: bool = True
+    """Whether rollouts are noisy at all."""
+    controller: Literal["schedule", "divergence", "entropy", "reward_variance"] = "schedule"
+    """What sets sigma: the stage schedule, or a controller that starts at sigma_start and follows a measured quantity."""
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    """Decay of sigma over the stages."""
+    paper_exponent: bool = False
+    """exponential only: the paper's equation, with K-1 for K-2, which never reaches sigma_end."""
+    sigma_start: float = Field(1e-2, ge=0)
+    """Sigma of stage 1 (stage 0 has none), or the controller's first value."""
+    sigma_end: float = Field(5e-4, ge=0)
+    """Sigma of the last stage, or the controller's smallest value."""
+    num_stages: int = Field(10, ge=2)
+    """K: equal intervals of the whole run."""
+    per: NoisePer = "rollout"
+    """Draw once a rollout, once a prompt, or once a completion."""
+    same_noise_in_training: bool = False
+    """Apply the rollout's noise in the training forward too (exactly on-policy); else a clean forward with importance correction."""
+    target: float = Field(0.01, gt=0)
+    """Controllers: the value to hold (KL in nats, entropy in nats, or reward standard deviation)."""
+    factor: float = Field(1.05, gt=1)
+    """Controllers: sigma is multiplied or divided by this after each rollout."""
+    on_divergence: Literal["off", "warn", "disable_noise", "cut_lr", "rollback"] = "warn"
+    """What the monitor does when mismatch KL exceeds divergence_limit."""
+    divergence_limit: float = Field(0.5, gt=0)
+    """Mismatch KL in nats a token above which the monitor acts."""
+
+    @model_validator(mode="after")
+    def _decays(self) -> NoiseConfig:
+        if self.enabled and self.sigma_end > self.sigma_start:
+            raise ValueError(f"noise.sigma_end ({self.sigma_end}) is above noise.sigma_start ({self.sigma_start}): swap them")
+        if self.enabled and self.controller == "schedule" and self.schedule == "exponential" and 0 in (self.sigma_start, self.sigma_end):
+            if self.sigma_start != self.sigma_end:
+                raise ValueError("an exponential schedule cannot reach or leave 0: use noise.schedule = \"linear\", or a small sigma_end")
+        if self.enabled and self.controller != "schedule" and self.sigma_start == 0:
+            raise ValueError("a controller multiplies sigma, so noise.sigma_start must be above 0")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first decay."""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW's second decay."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay on LoRA factors (norm weights have none)."""
+    max_grad_norm: float = Field(0.2, gt=0)
+    """Gradients are scaled down to this global norm."""
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warmup."""
+    warmup_ratio: float = Field(0.1, ge=0, lt=1)
+    """Share of all optimizer steps in which the rate rises from 0."""
+    micro_batch_tokens: int = Field(16384, ge=16)
+    """Most tokens (prompt and completion) of one forward and backward pass; changes memory, not the result."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    logprob_chunk: int = Field(1024, ge=1)
+    """Tokens whose logits exist at a time."""
+
+
+class EvalConfig(Section):
+    """Accuracy on held-out problems: adapters on, noise off."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: only before and after the run."""
+    num_problems: int = Field(200, ge=0)
+    """Problems of the task's held-out part; 0: no evaluation at all."""
+    num_samples: int = Field(1, ge=1)
+    """Completions of each problem in the sampled evaluation."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the sampled evaluation."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Of the sampled evaluation."""
+    greedy: bool = True
+    """Also measure greedy decoding."""
+
+
+class RunConfig(Section):
+    """A whole training run."""
+
+    output_dir: str = "runs/run"
+    """Everything the run writes goes here."""
+    steps: int = Field(100, ge=1)
+    """Rollouts of the whole run; noise stages and learning rate are counted over them."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Key of every random draw."""
+    save_every: int = Field(20, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Older ones are removed."""
+    log_completions: int = Field(1, ge=0)
+    """Completions a step written to completions.jsonl."""
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    task: TaskConfig = TaskConfig()
+    rewards: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    loss: LossConfig = LossConfig()
+    noise: NoiseConfig = NoiseConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _rules_across_sections(self) -> RunConfig:
+        truncates = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
+        if truncates and self.loss.importance_sampling:
+            raise ValueError(
+                "rollout.top_p, top_k or min_p cut the distribution, while importance correction compares whole ones: "
+                "set top_p = 1, top_k = 0, min_p = 0, or loss.importance_sampling = false"
+            )
+        if self.rollout.prompts_per_step * self.rollout.num_generations % self.loss.updates_per_rollout:
+            raise ValueError(
+                f"loss.updates_per_rollout ({self.loss.updates_per_rollout}) must divide the "
+                f"{self.rollout.prompts_per_step * self.rollout.num_generations} completions of a step"
+            )
+        if self.loss.overlong_buffer >= self.rollout.max_completion_length:
+            raise ValueError(
+                f"loss.overlong_buffer ({self.loss.overlong_buffer}) must be below rollout.max_completion_length "
+                f"({self.rollout.max_completion_length})"
+            )
+        return self
+
+
+def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
+    """Read a TOML file, apply `section.key=value` overrides (values in TOML; bare words are strings), validate.
+
+    Raises ConfigError with one line a mistake: where it is, what is wrong, and, for an unknown key, the nearest known one.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no file {path}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides or []:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"{override!r} is not of the form section.key=value")
+        section = data
+        *parents, last = key.strip().split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key}: {parent} is a value, not a section")
+        section[last] = _parse_value(value.strip())
+    return validate(data)
+
+
+def validate(data: dict[str, Any]) -> RunConfig:
+    """Build the config from nested dicts; ConfigError lists every mistake."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"]) or "config"
+    if error["type"] == "extra_forbidden":
+        section: Any = RunConfig
+        for part in error["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        near = difflib.get_close_matches(str(error["loc"][-1]), section.model_fields, n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(section.model_fields)}"
+        return f"{place}: unknown key; {known}"
+    return f"{place}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})" if error["loc"] else error["msg"].removeprefix("Value error, ")
