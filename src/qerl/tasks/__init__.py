@@ -1,1 +1,1 @@
-"""TODO."""
+"""Where problems come from: data, prompts, graders and rewards."""
