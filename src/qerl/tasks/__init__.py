@@ -1,1 +1,74 @@
-"""Where problems come from: data, prompts, graders and rewards."""
+"""Where problems come from: data, prompts, graders and rewards.
+
+    load_task(config.task, seed) -> Task: training problems by index, held-out problems, rewards, a grader
+
+| file | what it is |
+|---|---|
+| `arithmetic.py` | generated chains of sums, endless |
+| `gsm8k.py` | word problems read from JSONL |
+| `prompts.py` | the system message and the think and answer tags |
+| `numbers.py` | the numeric grader |
+| `rewards.py` | reward functions: loading, calling, checking, summing; the built-in ones |
+
+A task knows neither tokens nor the order of training: the rollout draws indices, shuffles epochs, and encodes prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from qerl.config import TaskConfig
+from qerl.tasks.arithmetic import ArithmeticTask
+from qerl.tasks.gsm8k import GSM8KTask
+from qerl.tasks.rewards import RewardSpec
+from qerl.types import Example
+
+TASKS = ("arithmetic", "gsm8k")
+
+
+class Task(Protocol):
+    """A set of problems with a way to pay for completions and a way to grade them.
+
+    Every example of a task has the same columns. A task's state is nothing but its arguments, so that a position in the
+    training problems is all that a resumed run needs.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in `task.name`."""
+        ...
+
+    @property
+    def num_train_examples(self) -> int | None:
+        """Number of training problems; None when they are endless."""
+        ...
+
+    @property
+    def reward_functions(self) -> Sequence[RewardSpec]:
+        """What a completion is paid for when `rewards.functions` names nothing else."""
+        ...
+
+    def train_example(self, index: int) -> Example:
+        """Return training problem `index`: same index, same problem, in any order of calls."""
+        ...
+
+    def eval_examples(self, n: int) -> list[Example]:
+        """Return `n` problems that are never trained on, the same for every seed; ValueError when too few exist."""
+        ...
+
+    def grade(self, text: str, columns: Mapping[str, Any], *, require_tags: bool = True) -> bool | None:
+        """Whether a completion is right: what accuracy counts. None: the grader could not tell; counted, never dropped.
+
+        `require_tags=False` looks for the final answer outside the answer tags too.
+        """
+        ...
+
+
+def load_task(config: TaskConfig, seed: int) -> Task:
+    """Build the configured task; `seed` orders generated training problems. ValueError names the fix."""
+    if config.name == "arithmetic":
+        return ArithmeticTask(difficulty=config.difficulty, seed=seed, system_prompt=config.system_prompt)
+    if config.name == "gsm8k":
+        return GSM8KTask(config.path, system_prompt=config.system_prompt)
+    raise ValueError(f"task.name: there is no task {config.name!r}; known are {', '.join(TASKS)}")

@@ -17,7 +17,14 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from qerl.tasks import numbers
+from qerl.tasks.prompts import build_prompt
+from qerl.tasks.rewards import RewardSpec, format_reward, numeric_reward
+from qerl.types import Example
 
 HELD_OUT_SHARE = 10  # one problem in ten is held out
 
@@ -43,6 +50,35 @@ LEVELS: dict[int, Level] = {
     4: Level(min_terms=4, max_terms=6, max_digits=3),
     5: Level(min_terms=4, max_terms=6, max_digits=3, products=True),
 }
+
+
+class ArithmeticTask:
+    """The task over these problems, see `qerl.tasks.Task`. Columns: `problem`, `answer` and the worked `solution`."""
+
+    name = "arithmetic"
+    num_train_examples = None
+    reward_functions = (RewardSpec("format", format_reward, 0.2), RewardSpec("correctness", numeric_reward, 1.0))
+
+    def __init__(self, *, difficulty: int, seed: int, system_prompt: str | None = None) -> None:
+        self.difficulty = difficulty
+        self.seed = seed
+        self.system_prompt = system_prompt
+
+    def train_example(self, index: int) -> Example:
+        """Return training problem `index`; a function of (seed, index) alone."""
+        return self._example(train_problem(self.difficulty, self.seed, index))
+
+    def eval_examples(self, n: int) -> list[Example]:
+        """Return the first `n` held-out problems, the same for every seed."""
+        return [self._example(problem) for problem in held_out_problems(self.difficulty, n)]
+
+    def grade(self, text: str, columns: Mapping[str, Any], *, require_tags: bool = True) -> bool | None:
+        """Whether a completion states the right number, see `numbers.grade`."""
+        return numbers.grade(text, columns["answer"], require_tags=require_tags)
+
+    def _example(self, problem: str) -> Example:
+        columns = {"problem": problem, "answer": str(solve(problem)[1]), "solution": worked_solution(problem)}
+        return Example(build_prompt(problem, self.system_prompt), columns)
 
 
 def train_problem(difficulty: int, seed: int, index: int) -> str:

@@ -1,0 +1,300 @@
+"""Reward functions: how they are named, called, checked and summed; and the built-in ones.
+
+    prompts, completions, columns -> each function's values -> sum over functions of weight * value
+
+A reward function has TRL's signature,
+
+    def f(prompts, completions, **columns) -> list[float | None]
+
+and is called once a batch, by keyword, with lists of one entry a completion:
+* `prompts`: chat messages, `[{"role": "user", "content": ...}]`;
+* `completions`: the sampled turn as chat messages, `[{"role": "assistant", "content": text}]`;
+* `completion_ids`: the token ids of each completion;
+* every column of the data set by its name (`answer`, ...), one value a completion;
+* `trainer_state`: not a list, an object with `global_step` and `max_steps`.
+A function without `**kwargs` is given only what it names. What it names without a default must exist, which is checked
+before a run starts.
+
+What can go wrong, and what then happens (`RewardRunner`):
+* A value None, NaN, infinite or no number: the completion has no value from that function. It is never scored 0.
+* The function raises, or returns no list of the right length: no completion of the batch has a value from it.
+Both are counted (`failed`) and logged with an example. A completion without a value from any function has reward NaN,
+which the advantage leaves out of its group. A function of which no completion of a batch has a value through such
+errors, in MAX_FAILED_BATCHES batches in a row, stops the run; so do as many batches without any reward at all.
+
+Left out: TRL's `log_extra`, `log_metric` and `environments` arguments, and asynchronous functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from qerl.config import RewardConfig
+from qerl.tasks import numbers
+from qerl.tasks.prompts import has_format
+
+if TYPE_CHECKING:
+    from qerl.tasks import Task
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+MAX_FAILED_BATCHES = 3  # in a row: a passing fault of, say, a remote judge is survived, a broken function is not
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """One term of the reward."""
+
+    name: str
+    """Names its metrics: `rewards/<name>/mean`."""
+    function: RewardFunction
+    """See the module's docstring."""
+    weight: float = 1.0
+    """Factor of its values in the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What reward functions may know of the run's progress; names as in transformers' TrainerState."""
+
+    global_step: int
+    """Steps done before this one."""
+    max_steps: int
+    """Steps of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScores:
+    """Rewards of one batch; all lists have one entry a completion."""
+
+    totals: list[float]
+    """Sum of weight * value; NaN where no function gave a value."""
+    parts: dict[str, list[float]]
+    """Each function's own values, without weight; NaN where it gave none."""
+    failed: dict[str, int]
+    """Completions that each function gave no value for."""
+
+
+class RewardRunner:
+    """Calls reward functions and guards what they return.
+
+    `columns` are the names of the data's columns and `max_steps` the length of the run; ValueError when a function
+    needs an argument that nobody has, or when two functions share a name.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], *, columns: Collection[str], max_steps: int) -> None:
+        if not specs:
+            raise ValueError("no reward function: name one in rewards.functions")
+        names = [spec.name for spec in specs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two reward functions are called {name!r}: rename one, since metrics go by that name")
+        self.specs = list(specs)
+        self.columns = tuple(columns)
+        self.max_steps = max_steps
+        self._wanted = {spec.name: _wanted_arguments(spec, columns) for spec in specs}
+        self._failed_batches = dict.fromkeys(names, 0)
+        self._empty_batches = 0
+
+    @classmethod
+    def from_config(cls, config: RewardConfig, task: Task, *, max_steps: int) -> RewardRunner:
+        """Build the runner of a run: the configured functions, or the task's own, over the task's columns."""
+        specs = reward_specs(config, task.reward_functions)
+        return cls(specs, columns=task.train_example(0).columns, max_steps=max_steps)
+
+    def score(
+        self,
+        *,
+        prompts: Sequence[list[dict[str, str]]],
+        texts: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        columns: Sequence[Mapping[str, Any]],
+        step: int,
+    ) -> RewardScores:
+        """Score n completions. All arguments but `step` have n entries; `columns` are those of each one's problem.
+
+        RuntimeError when a function, or all of them together, failed for MAX_FAILED_BATCHES batches in a row.
+        """
+        arguments: dict[str, Any] = {name: [row[name] for row in columns] for name in self.columns} | {
+            "prompts": list(prompts),
+            "completions": [[{"role": "assistant", "content": text}] for text in texts],
+            "completion_ids": [list(ids) for ids in completion_ids],  # copies: training goes on with the originals
+            "trainer_state": TrainerState(step, self.max_steps),
+        }
+        parts = {spec.name: self._call(spec, arguments, texts) for spec in self.specs}
+        totals = [self._total(values) for values in zip(*parts.values(), strict=True)]
+
+        self._empty_batches = self._empty_batches + 1 if totals and all(map(math.isnan, totals)) else 0
+        if self._empty_batches == MAX_FAILED_BATCHES:
+            raise RuntimeError(
+                f"no completion had a reward from any of {', '.join(parts)} in {MAX_FAILED_BATCHES} batches in a row: "
+                "there is nothing to learn from; see the warnings above"
+            )
+        failed = {name: sum(map(math.isnan, values)) for name, values in parts.items()}
+        return RewardScores(totals, parts, failed)
+
+    def _call(self, spec: RewardSpec, arguments: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
+        """Return one function's values, NaN for a completion without one."""
+        wanted = self._wanted[spec.name]
+        try:
+            returned = spec.function(**{k: v for k, v in arguments.items() if wanted is None or k in wanted})
+            values = list(returned)
+            if len(values) != len(texts):
+                raise ValueError(f"it returned {len(values)} values for {len(texts)} completions")
+        except Exception as error:  # whatever a user's code raises is counted, and stops the run only when it persists
+            self._batch_failed(spec.name, error, f"whose first completion is {_shorten(texts[0])}" if texts else "")
+            return [math.nan] * len(texts)
+
+        checked = [_checked(value) for value in values]
+        refused = [i for i, value in enumerate(values) if value is not None and math.isnan(checked[i])]
+        if refused:
+            problem = ValueError(f"it returned {values[refused[0]]!r}, which is no finite number,")
+            if all(map(math.isnan, checked)):
+                self._batch_failed(spec.name, problem, f"for {_shorten(texts[refused[0]])}")
+                return checked
+            logger.warning(
+                "reward %s has no value for %d of %d completions: %s for %s",
+                *(spec.name, len(refused), len(texts), problem, _shorten(texts[refused[0]])),
+            )
+        self._failed_batches[spec.name] = 0
+        return checked
+
+    def _batch_failed(self, name: str, error: Exception, where: str) -> None:
+        self._failed_batches[name] += 1
+        message = f"reward {name} failed for a whole batch {where}: {type(error).__name__}: {error}"
+        if self._failed_batches[name] == MAX_FAILED_BATCHES:
+            raise RuntimeError(
+                f"{message}; that is {MAX_FAILED_BATCHES} batches in a row: mend the function"
+            ) from error
+        logger.warning(message, exc_info=error)
+
+    def _total(self, values: Iterable[float]) -> float:
+        terms = [spec.weight * value for spec, value in zip(self.specs, values, strict=True) if not math.isnan(value)]
+        return math.fsum(terms) if terms else math.nan
+
+
+def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[RewardSpec]:
+    """Return the configured functions with their weights, or the task's own (`default`) when none is named.
+
+    ValueError for a function that cannot be loaded, or for a wrong number of weights.
+    """
+    if config.functions:
+        specs = [RewardSpec(place.rpartition(":")[2], load_reward(place)) for place in config.functions]
+    else:
+        specs = list(default)
+    if config.weights is None:
+        return specs
+    if len(config.weights) != len(specs):
+        raise ValueError(
+            f"rewards.weights has {len(config.weights)} numbers, the reward functions are "
+            f"{', '.join(spec.name for spec in specs)}: give one weight a function"
+        )
+    return [RewardSpec(spec.name, spec.function, weight) for spec, weight in zip(specs, config.weights, strict=True)]
+
+
+def load_reward(place: str) -> Callable[..., Any]:
+    """Load `module:function` or `path/to/file.py:function`. ValueError says what is missing."""
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"reward {place!r} is not of the form module:function or file.py:function")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # the file is a user's: whatever importing it raises is told with the place
+        hint = "" if where.endswith(".py") else "; a function in a file is named path/to/file.py:function"
+        raise ValueError(f"reward {place!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        known = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
+        near = difflib.get_close_matches(name, known, n=1) or known
+        raise ValueError(f"{where} has no function {name!r}; it has {', '.join(near) or 'none'}")
+    if not callable(function):
+        raise ValueError(f"reward {place!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Return 1 for a completion that is one think part and one answer part, else 0 (`prompts.has_format`)."""
+    return [float(has_format(completion_text(completion))) for completion in completions]
+
+
+def numeric_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float | None]:
+    """Return 1 for a completion whose tagged answer is the number in the column `answer`, else 0.
+
+    None where that column holds no number, so that the grader cannot tell (`numbers.grade`).
+    """
+    grades = [numbers.grade(completion_text(c), reference) for c, reference in zip(completions, answer, strict=True)]
+    return [None if grade is None else float(grade) for grade in grades]
+
+
+def completion_text(completion: str | list[dict[str, str]]) -> str:
+    """Return the text of a completion, be it chat messages or plain."""
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def _load_file(path: Path) -> ModuleType:
+    # Registered under a name of its own: two functions of one file share one module, and dataclasses work in it.
+    path = path.resolve()
+    name = f"qerl_user_rewards:{path}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | None:
+    """Return the names that a function takes, None for all; ValueError when it needs one that nobody has."""
+    if inspect.iscoroutinefunction(spec.function):
+        raise ValueError(f"reward {spec.name} is asynchronous: make it a plain function")
+    known = {"prompts", "completions", "completion_ids", "trainer_state", *columns}
+    parameters = inspect.signature(spec.function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(f"reward {spec.name} takes {parameter.name!r} by position only; arguments come by name")
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if needed and parameter.name not in known:
+            raise ValueError(
+                f"reward {spec.name} needs the argument {parameter.name!r}, and there is none of that name; "
+                f"there are {', '.join(sorted(known))}"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def _checked(value: Any) -> float:
+    """Return a function's value as a float, NaN for None, infinity and whatever is no number."""
+    try:
+        number = float(value) if value is not None and not isinstance(value, str) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _shorten(text: str, length: int = 200) -> str:
+    return repr(text if len(text) <= length else text[: length // 2] + " ... " + text[-length // 2 :])

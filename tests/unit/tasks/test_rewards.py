@@ -1,0 +1,377 @@
+"""Reward functions: what is passed to them, what may go wrong in them, and what then counts."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from qerl.config import RewardConfig, TaskConfig
+from qerl.tasks import load_task
+from qerl.tasks.rewards import (
+    MAX_FAILED_BATCHES,
+    RewardRunner,
+    RewardScores,
+    RewardSpec,
+    format_reward,
+    load_reward,
+    numeric_reward,
+    reward_specs,
+)
+
+PROMPT = [{"role": "user", "content": "1+1=?"}]
+
+
+def runner(*functions, weights=None, columns=("answer",)) -> RewardRunner:
+    weights = weights or [1.0] * len(functions)
+    specs = [RewardSpec(f.__name__, f, weight) for f, weight in zip(functions, weights, strict=True)]
+    return RewardRunner(specs, columns=columns, max_steps=10)
+
+
+def score(rewards: RewardRunner, texts: list[str], answers: list[str] | None = None, step: int = 0) -> RewardScores:
+    answers = answers or ["2"] * len(texts)
+    return rewards.score(
+        prompts=[PROMPT] * len(texts),
+        texts=texts,
+        completion_ids=[list(text.encode()) for text in texts],
+        columns=[{"answer": answer} for answer in answers],
+        step=step,
+    )
+
+
+def constant(value):
+    def reward(completions, **kwargs):
+        return [value] * len(completions)
+
+    return reward
+
+
+def same(values, expected) -> bool:
+    """Equality in which NaN equals NaN."""
+    return len(values) == len(expected) and all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(values, expected, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- what a function is given
+
+
+def test_arguments_are_those_of_trl():
+    seen = {}
+
+    def reward(prompts, completions, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions)
+        return [0.0] * len(prompts)
+
+    score(runner(reward), ["ab", ""], ["2", "3"], step=4)
+    assert seen["prompts"] == [PROMPT, PROMPT]
+    assert seen["completions"] == [[{"role": "assistant", "content": "ab"}], [{"role": "assistant", "content": ""}]]
+    assert seen["completion_ids"] == [[97, 98], []]
+    assert seen["answer"] == ["2", "3"]
+    assert (seen["trainer_state"].global_step, seen["trainer_state"].max_steps) == (4, 10)
+    assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "trainer_state"}
+
+
+def test_a_trl_reward_function_runs_unchanged():
+    think_format_reward = pytest.importorskip("trl.rewards").think_format_reward
+    scores = score(runner(think_format_reward), ["<think>a</think>b", "b"])
+    assert scores.totals == [1.0, 0.0]
+
+
+def test_a_function_without_kwargs_is_given_what_it_names():
+    def reward(answer, completions):
+        return [float(len(c[0]["content"]) + int(a)) for a, c in zip(answer, completions, strict=True)]
+
+    assert score(runner(reward), ["abc"]).totals == [5.0]
+
+
+def test_a_missing_argument_is_found_before_the_run():
+    def reward(completions, level):
+        raise AssertionError("never called")
+
+    with pytest.raises(ValueError, match=r"reward reward needs the argument 'level'.*there are answer, completion_ids"):
+        runner(reward)
+    assert runner(reward, columns=("level",))
+
+
+def test_arguments_with_a_default_may_be_missing():
+    def reward(completions, level=3, *args, log_metric=None, **kwargs):
+        return [float(level)] * len(completions)
+
+    assert score(runner(reward), ["a"]).totals == [3.0]
+
+
+def test_positional_only_and_asynchronous_functions_are_refused():
+    def positional(completions, /):
+        return []
+
+    async def asynchronous(completions):
+        return []
+
+    with pytest.raises(ValueError, match="by position only"):
+        runner(positional)
+    with pytest.raises(ValueError, match="asynchronous"):
+        runner(asynchronous)
+
+
+def test_a_function_that_changes_its_arguments_changes_no_training_data():
+    def reward(completions, completion_ids, **kwargs):
+        completion_ids[0].clear()
+        return [0.0] * len(completions)
+
+    ids = [[1, 2, 3]]
+    runner(reward).score(prompts=[PROMPT], texts=["a"], completion_ids=ids, columns=[{"answer": "2"}], step=0)
+    assert ids == [[1, 2, 3]]
+
+
+# ---------------------------------------------------------------- what it returns
+
+
+def test_the_total_is_the_weighted_sum():
+    def length(completions, **kwargs):
+        return [len(c[0]["content"]) for c in completions]
+
+    def first(completions, **kwargs):
+        return [1.0, 0.0]
+
+    scores = score(runner(length, first, weights=[0.5, -2.0]), ["abcd", "ab"])
+    assert scores.totals == [0.0, 1.0]
+    assert scores.parts == {"length": [4.0, 2.0], "first": [1.0, 0.0]}
+    assert scores.failed == {"length": 0, "first": 0}
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, "1", [1.0], 1j, 10**400])
+def test_what_is_no_finite_number_is_no_value_and_never_zero(value):
+    def reward(completions, **kwargs):
+        return [value, 1.0]
+
+    scores = score(runner(reward), ["a", "b"])
+    assert same(scores.totals, [math.nan, 1.0])
+    assert same(scores.parts["reward"], [math.nan, 1.0])
+    assert scores.failed == {"reward": 1}
+
+
+def test_another_function_still_pays_for_a_completion_without_a_value():
+    def first(completions, **kwargs):
+        return [None, 1.0, None]
+
+    def second(completions, **kwargs):
+        return [0.25, 0.5, None]
+
+    scores = score(runner(first, second, weights=[2.0, 1.0]), ["a", "b", "c"])
+    assert same(scores.totals, [0.25, 2.5, math.nan])
+    assert scores.failed == {"first": 2, "second": 1}
+
+
+def test_numpy_and_torch_values_are_numbers():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+
+    def array(completions, **kwargs):
+        return numpy.array([1.5, numpy.nan])
+
+    def tensor(completions, **kwargs):
+        return torch.tensor([True, False])
+
+    scores = score(runner(array, tensor), ["a", "b"])
+    assert scores.totals == [2.5, 0.0]
+    assert scores.failed == {"array": 1, "tensor": 0}
+
+
+def test_an_empty_batch_has_no_rewards():
+    assert score(runner(constant(1.0)), []).totals == []
+
+
+# ---------------------------------------------------------------- failures
+
+
+def raises(completions, **kwargs):
+    raise KeyError("judge")
+
+
+def too_short(completions, **kwargs):
+    return [1.0] * (len(completions) - 1)
+
+
+def not_a_list(completions, **kwargs):
+    return 1.0
+
+
+def returns_nothing(completions, **kwargs):
+    pass
+
+
+def all_infinite(completions, **kwargs):
+    return [math.inf] * len(completions)
+
+
+@pytest.mark.parametrize("function", [raises, too_short, not_a_list, returns_nothing, all_infinite])
+def test_a_function_that_fails_is_counted_shown_and_stops_the_run_when_it_persists(function, caplog):
+    rewards = runner(function, constant(0.2))
+    for batch in range(MAX_FAILED_BATCHES - 1):
+        with caplog.at_level(logging.WARNING, logger="qerl"):
+            scores = score(rewards, ["first text", "b"])
+        assert scores.totals == [0.2, 0.2]
+        assert scores.failed == {function.__name__: 2, "reward": 0}
+        assert len(caplog.records) == batch + 1
+        assert function.__name__ in caplog.text
+        assert "first text" in caplog.text
+    with pytest.raises(RuntimeError, match=rf"reward {function.__name__} failed .*first text.* 3 batches in a row"):
+        score(rewards, ["first text", "b"])
+
+
+def test_a_good_batch_forgives():
+    outcomes = iter([KeyError, KeyError, None, KeyError, KeyError, None])
+
+    def flaky(completions, **kwargs):
+        if error := next(outcomes):
+            raise error
+        return [1.0] * len(completions)
+
+    rewards = runner(flaky, constant(0.0))
+    assert [score(rewards, ["a"]).totals[0] for _ in range(6)] == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_some_bad_values_are_shown_and_go_on_for_ever(caplog):
+    def reward(completions, **kwargs):
+        return [math.nan, 1.0]
+
+    rewards = runner(reward)
+    for _ in range(2 * MAX_FAILED_BATCHES):
+        score(rewards, ["bad one", "b"])
+    assert "1 of 2 completions" in caplog.text
+    assert "bad one" in caplog.text
+
+
+def test_none_is_no_failure_of_its_function(caplog):
+    def ones(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    rewards = runner(constant(None), ones)
+    for _ in range(2 * MAX_FAILED_BATCHES):
+        assert score(rewards, ["a"]).totals == [1.0]
+    assert not caplog.records
+
+
+def test_batches_without_any_reward_stop_the_run():
+    rewards = runner(constant(None))
+    for _ in range(MAX_FAILED_BATCHES - 1):
+        assert same(score(rewards, ["a"]).totals, [math.nan])
+    with pytest.raises(RuntimeError, match="no completion had a reward from any of reward in 3 batches"):
+        score(rewards, ["a"])
+
+
+def test_an_interrupt_is_not_swallowed():
+    def reward(completions, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(runner(reward), ["a"])
+
+
+def test_names_must_differ_and_there_must_be_one():
+    with pytest.raises(ValueError, match="two reward functions are called 'reward'"):
+        runner(constant(1.0), constant(2.0))
+    with pytest.raises(ValueError, match="no reward function"):
+        runner()
+
+
+# ---------------------------------------------------------------- loading
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "CALLS = []\n"
+        "@dataclass\n"
+        "class Rule:\n"
+        "    value: float = 3.0\n"
+        "def longest(completions, **kwargs):\n"
+        "    CALLS.append(1)\n"
+        "    return [Rule().value for _ in completions]\n"
+        "def calls(completions, **kwargs):\n"
+        "    return [float(len(CALLS))] * len(completions)\n"
+    )
+    return path
+
+
+def test_functions_of_one_file_share_one_module(reward_file):
+    longest, calls = load_reward(f"{reward_file}:longest"), load_reward(f"{reward_file}:calls")
+    assert longest([None]) == [3.0]
+    assert calls([None]) == [1.0]
+
+
+def test_a_function_of_a_module():
+    assert load_reward("qerl.tasks.rewards:format_reward") is format_reward
+
+
+@pytest.mark.parametrize("place", ["longest", ":longest", "file.py:", ""])
+def test_a_place_needs_both_parts(place):
+    with pytest.raises(ValueError, match="not of the form"):
+        load_reward(place)
+
+
+def test_loading_says_what_is_missing(reward_file, tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file .*nowhere\.py"):
+        load_reward(f"{tmp_path}/nowhere.py:f")
+    with pytest.raises(ValueError, match=r"has no function 'longes'; it has longest"):
+        load_reward(f"{reward_file}:longes")
+    with pytest.raises(ValueError, match=r"is a list, not a function"):
+        load_reward(f"{reward_file}:CALLS")
+    with pytest.raises(ValueError, match=r"No module named 'no_such_module'.*path/to/file\.py:function"):
+        load_reward("no_such_module:f")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for _ in range(2):  # a broken module is not remembered as loaded
+        with pytest.raises(ValueError, match="ZeroDivisionError"):
+            load_reward(f"{tmp_path}/broken.py:f")
+
+
+def test_configured_functions_replace_the_tasks_own(reward_file):
+    config = RewardConfig(functions=[f"{reward_file}:longest", f"{reward_file}:calls"], weights=[1.0, 0.5])
+    specs = reward_specs(config, default=[RewardSpec("format", format_reward)])
+    assert [(spec.name, spec.weight) for spec in specs] == [("longest", 1.0), ("calls", 0.5)]
+
+
+def test_weights_alone_reweigh_the_tasks_own():
+    default = [RewardSpec("format", format_reward, 0.2), RewardSpec("correctness", numeric_reward, 2.0)]
+    assert reward_specs(RewardConfig(), default) == default
+    assert [spec.weight for spec in reward_specs(RewardConfig(weights=[0.0, 1.0]), default)] == [0.0, 1.0]
+    with pytest.raises(ValueError, match=r"rewards\.weights has 1 numbers.*format, correctness"):
+        reward_specs(RewardConfig(weights=[1.0]), default)
+
+
+# ---------------------------------------------------------------- the built-in ones
+
+
+def test_a_tasks_own_rewards():
+    task = load_task(TaskConfig(), seed=0)
+    rewards = RewardRunner.from_config(RewardConfig(), task, max_steps=1)
+    example = task.train_example(0)
+    texts = [
+        example.columns["solution"],
+        "<think>I guess</think><answer>-1</answer>",
+        f"<answer>{example.columns['answer']}</answer>",
+        example.columns["answer"],
+        "",
+    ]
+    n = len(texts)
+    scores = rewards.score(
+        prompts=[example.prompt] * n, texts=texts, completion_ids=[[]] * n, columns=[example.columns] * n, step=0
+    )
+    assert scores.totals == pytest.approx([1.2, 0.2, 1.0, 0.0, 0.0])
+    assert scores.parts["format"] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert scores.parts["correctness"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_reference_that_is_no_number_gives_no_value():
+    scores = score(runner(numeric_reward), ["<answer>2</answer>"] * 2, ["2", "two"])
+    assert same(scores.totals, [1.0, math.nan])
+    assert scores.failed == {"numeric_reward": 1}
+
+
+def test_built_in_rewards_read_plain_text_too():
+    assert format_reward(["<think>a</think><answer>2</answer>"]) == [1.0]
+    assert numeric_reward(["<answer>2</answer>"], answer=["2"]) == [1.0]
