@@ -7,10 +7,11 @@ Names are TRL's where the meaning is the same.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,22 +26,30 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, assignments are validated."""
+    """Base of all sections: unknown keys are refused, assignments are validated, and no number is NaN or infinite."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_assignment=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
 
 
 class ModelConfig(Section):
     """Which model, and how its frozen base is stored."""
 
     path: str = "embedded"
-    """Folder of a transformers model in safetensors (bf16, or packed by `qerl quantize`), or "embedded": the small model in this package."""
+    """Folder of a transformers model in safetensors (bf16, or packed by `qerl quantize`), or "embedded": the small
+    model in this package."""
     format: Literal["nvfp4", "bf16"] = "nvfp4"
     """Storage of the frozen linear layers. A bf16 folder is quantised while it loads; a packed folder must match."""
     scale: Literal["sweep", "amax"] = "sweep"
     """How a block's scale is chosen: least squares over all E4M3 codes, or the block's largest value / 6."""
     keep: list[str] = []
-    """Glob patterns of linear layers that stay in bf16, such as "model.layers.0.*". The embedding and the head always do."""
+    """Glob patterns of linear layers that stay in bf16, such as "model.layers.0.*". The embedding and the head
+    always do."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Activations: auto is bfloat16 on a GPU and float32 on a CPU."""
     device: str = "auto"
@@ -52,20 +61,28 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """The adapters: y = W x + scaling * B(A x)."""
 
-    r: int = Field(32, ge=1)
+    r: int = Field(default=32, ge=1)
     """Rank."""
-    alpha: float = Field(32, gt=0)
+    alpha: float = Field(default=32, gt=0)
     """scaling = alpha / r (alpha / sqrt(r) with use_rslora)."""
     target_modules: list[str] = list(LORA_TARGETS)
     """Names of the linear layers that get an adapter."""
     use_rslora: bool = False
     """Rank-stabilised scaling, arXiv 2312.03732."""
-    rank_pattern: dict[str, int] = {}
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = {}
     """Ranks for layers whose name matches a pattern, as in PEFT."""
-    alpha_pattern: dict[str, float] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Alphas for layers whose name matches a pattern, as in PEFT."""
     train_norms: bool = False
     """Train the RMSNorm weights too; they are saved with the adapter."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> LoraConfig:
+        if not self.target_modules and not self.train_norms:
+            raise ValueError(
+                "nothing would be trained: name layers in lora.target_modules, or set lora.train_norms = true"
+            )
+        return self
 
 
 class TaskConfig(Section):
@@ -75,11 +92,11 @@ class TaskConfig(Section):
     """A built-in task: "arithmetic" or "gsm8k"."""
     path: str | None = None
     """File or folder with the data, for tasks that read some."""
-    difficulty: int = Field(2, ge=1, le=5)
+    difficulty: int = Field(default=2, ge=1, le=5)
     """arithmetic: how long the sums are."""
     system_prompt: str | None = None
     """Replaces the task's own system message."""
-    max_prompt_length: int = Field(1024, ge=1)
+    max_prompt_length: int = Field(default=1024, ge=1)
     """Prompts with more tokens are left out, counted, and reported."""
 
 
@@ -87,7 +104,8 @@ class RewardConfig(Section):
     """What a completion is paid for: sum of weight * function."""
 
     functions: list[str] = []
-    """"module:function" or "file.py:function" in TRL's signature f(prompts, completions, **columns); empty: the task's own rewards."""
+    """"module:function" or "file.py:function" in TRL's signature f(prompts, completions, **columns); empty: the
+    task's own rewards."""
     weights: list[float] | None = None
     """One weight a function; default 1 each."""
 
@@ -95,7 +113,8 @@ class RewardConfig(Section):
     def _one_weight_a_function(self) -> RewardConfig:
         if self.weights is not None and self.functions and len(self.weights) != len(self.functions):
             raise ValueError(
-                f"rewards.weights has {len(self.weights)} numbers for {len(self.functions)} functions: give one weight a function"
+                f"rewards.weights has {len(self.weights)} numbers for {len(self.functions)} functions: "
+                "give one weight a function"
             )
         return self
 
@@ -105,23 +124,23 @@ class RolloutConfig(Section):
 
     engine: Literal["auto", "qerl", "hf"] = "auto"
     """auto: qerl's engine where it knows the architecture, else transformers' forward pass (slow, with a warning)."""
-    prompts_per_step: int = Field(16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
     """Prompts (groups) in one step."""
-    num_generations: int = Field(8, ge=2)
+    num_generations: int = Field(default=8, ge=2)
     """Completions of each prompt: the group that an advantage is computed over."""
-    max_completion_length: int = Field(512, ge=1)
+    max_completion_length: int = Field(default=512, ge=1)
     """Longest completion in tokens, its EOS included."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, in sampling and in every log-probability."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Sample from the k most likely tokens; 0 is off."""
-    min_p: float = Field(0.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     """Drop tokens below this share of the most likely one; 0 is off."""
-    max_batch_size: int = Field(256, ge=1)
+    max_batch_size: int = Field(default=256, ge=1)
     """Most sequences that decode at a time."""
-    kv_cache_tokens: int | None = Field(None, ge=64)
+    kv_cache_tokens: int | None = Field(default=None, ge=64)
     """Tokens that the KV cache holds; default: what max_batch_size sequences of full length need."""
 
 
@@ -129,34 +148,37 @@ class LossConfig(Section):
     """The policy-gradient loss and the advantage."""
 
     type: LossType = "dapo"
-    """grpo: mean over each completion's tokens, then over completions; dapo: mean over all tokens; dr_grpo: sum over tokens / (completions * max length); gspo: sequence-level ratio; cispo: clipped weight on the log-probability."""
-    epsilon: float = Field(0.2, gt=0)
+    """grpo: mean over each completion's tokens, then over completions; dapo: mean over all tokens;
+    dr_grpo: sum over tokens / (completions * max length); gspo: sequence-level ratio; cispo: clipped weight on the
+    log-probability."""
+    epsilon: float = Field(default=0.2, gt=0)
     """Lower clip: the ratio stays above 1 - epsilon."""
-    epsilon_high: float = Field(0.28, gt=0)
+    epsilon_high: float = Field(default=0.28, gt=0)
     """Upper clip: the ratio stays below 1 + epsilon_high."""
-    beta: float = Field(0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0)
     """Weight of KL(policy || reference); the reference is the base without adapters. 0 skips its pass."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group or of the batch, or not at all."""
     importance_sampling: bool = True
-    """Weigh tokens by min(old / rollout probability, cap): corrects noise and kernel differences of the rollout policy."""
-    importance_sampling_cap: float = Field(2.0, gt=0)
+    """Weigh tokens by min(old / rollout probability, cap): corrects noise and kernel differences of the
+    rollout policy."""
+    importance_sampling_cap: float = Field(default=2.0, gt=0)
     """Largest such weight."""
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: int = Field(default=1, ge=1)
     """Passes over one rollout."""
-    updates_per_rollout: int = Field(1, ge=1)
+    updates_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps that one pass over a rollout is cut into."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by fresh prompts, as DAPO does."""
-    max_resamples: int = Field(3, ge=1)
+    max_resamples: int = Field(default=3, ge=1)
     """At most this many extra rounds of dynamic sampling; what is then missing is counted."""
     mask_truncated_completions: bool = False
     """Completions cut off by the length limit give no gradient (overlong filtering)."""
-    overlong_buffer: int = Field(0, ge=0)
+    overlong_buffer: int = Field(default=0, ge=0)
     """Soft overlong punishment over the last so many tokens before max_completion_length; 0 is off."""
-    overlong_penalty: float = Field(1.0, ge=0)
+    overlong_penalty: float = Field(default=1.0, ge=0)
     """Punishment of a completion of full length."""
-    zero_variance_tolerance: float = Field(1e-6, ge=0)
+    zero_variance_tolerance: float = Field(default=1e-6, ge=0)
     """A group whose rewards differ by no more than this teaches nothing: advantage 0, counted."""
 
 
@@ -166,37 +188,43 @@ class NoiseConfig(Section):
     enabled: bool = True
     """Whether rollouts are noisy at all."""
     controller: Literal["schedule", "divergence", "entropy", "reward_variance"] = "schedule"
-    """What sets sigma: the stage schedule, or a controller that starts at sigma_start and follows a measured quantity."""
+    """What sets sigma: the stage schedule, or a controller that starts at sigma_start and follows a
+    measured quantity."""
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     """Decay of sigma over the stages."""
     paper_exponent: bool = False
     """exponential only: the paper's equation, with K-1 for K-2, which never reaches sigma_end."""
-    sigma_start: float = Field(1e-2, ge=0)
+    sigma_start: float = Field(default=1e-2, ge=0)
     """Sigma of stage 1 (stage 0 has none), or the controller's first value."""
-    sigma_end: float = Field(5e-4, ge=0)
+    sigma_end: float = Field(default=5e-4, ge=0)
     """Sigma of the last stage, or the controller's smallest value."""
-    num_stages: int = Field(10, ge=2)
+    num_stages: int = Field(default=10, ge=2)
     """K: equal intervals of the whole run."""
     per: NoisePer = "rollout"
     """Draw once a rollout, once a prompt, or once a completion."""
     same_noise_in_training: bool = False
-    """Apply the rollout's noise in the training forward too (exactly on-policy); else a clean forward with importance correction."""
-    target: float = Field(0.01, gt=0)
+    """Apply the rollout's noise in the training forward too (exactly on-policy); else a clean forward
+    with importance correction."""
+    target: float = Field(default=0.01, gt=0)
     """Controllers: the value to hold (KL in nats, entropy in nats, or reward standard deviation)."""
-    factor: float = Field(1.05, gt=1)
+    factor: float = Field(default=1.05, gt=1)
     """Controllers: sigma is multiplied or divided by this after each rollout."""
     on_divergence: Literal["off", "warn", "disable_noise", "cut_lr", "rollback"] = "warn"
     """What the monitor does when mismatch KL exceeds divergence_limit."""
-    divergence_limit: float = Field(0.5, gt=0)
+    divergence_limit: float = Field(default=0.5, gt=0)
     """Mismatch KL in nats a token above which the monitor acts."""
 
     @model_validator(mode="after")
     def _decays(self) -> NoiseConfig:
         if self.enabled and self.sigma_end > self.sigma_start:
-            raise ValueError(f"noise.sigma_end ({self.sigma_end}) is above noise.sigma_start ({self.sigma_start}): swap them")
-        if self.enabled and self.controller == "schedule" and self.schedule == "exponential" and 0 in (self.sigma_start, self.sigma_end):
-            if self.sigma_start != self.sigma_end:
-                raise ValueError("an exponential schedule cannot reach or leave 0: use noise.schedule = \"linear\", or a small sigma_end")
+            raise ValueError(
+                f"noise.sigma_end ({self.sigma_end}) is above noise.sigma_start ({self.sigma_start}): swap them"
+            )
+        exponential = self.enabled and self.controller == "schedule" and self.schedule == "exponential"
+        if exponential and self.sigma_start != self.sigma_end and 0 in (self.sigma_start, self.sigma_end):
+            raise ValueError(
+                'an exponential schedule cannot reach or leave 0: use noise.schedule = "linear", or a small sigma_end'
+            )
         if self.enabled and self.controller != "schedule" and self.sigma_start == 0:
             raise ValueError("a controller multiplies sigma, so noise.sigma_start must be above 0")
         return self
@@ -205,40 +233,40 @@ class NoiseConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0)
     """Peak rate."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's first decay."""
-    beta2: float = Field(0.99, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
     """AdamW's second decay."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay on LoRA factors (norm weights have none)."""
-    max_grad_norm: float = Field(0.2, gt=0)
+    max_grad_norm: float = Field(default=0.2, gt=0)
     """Gradients are scaled down to this global norm."""
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warmup."""
-    warmup_ratio: float = Field(0.1, ge=0, lt=1)
+    warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
     """Share of all optimizer steps in which the rate rises from 0."""
-    micro_batch_tokens: int = Field(16384, ge=16)
+    micro_batch_tokens: int = Field(default=16384, ge=16)
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory, not the result."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
-    logprob_chunk: int = Field(1024, ge=1)
+    logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time."""
 
 
 class EvalConfig(Section):
     """Accuracy on held-out problems: adapters on, noise off."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: only before and after the run."""
-    num_problems: int = Field(200, ge=0)
+    num_problems: int = Field(default=200, ge=0)
     """Problems of the task's held-out part; 0: no evaluation at all."""
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(default=1, ge=1)
     """Completions of each problem in the sampled evaluation."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Of the sampled evaluation."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Of the sampled evaluation."""
     greedy: bool = True
     """Also measure greedy decoding."""
@@ -249,15 +277,15 @@ class RunConfig(Section):
 
     output_dir: str = "runs/run"
     """Everything the run writes goes here."""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Rollouts of the whole run; noise stages and learning rate are counted over them."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Key of every random draw."""
-    save_every: int = Field(20, ge=1)
+    save_every: int = Field(default=20, ge=1)
     """Steps between checkpoints."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Older ones are removed."""
-    log_completions: int = Field(1, ge=0)
+    log_completions: int = Field(default=1, ge=0)
     """Completions a step written to completions.jsonl."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
@@ -293,15 +321,17 @@ class RunConfig(Section):
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
     """Read a TOML file, apply `section.key=value` overrides (values in TOML; bare words are strings), validate.
 
-    Raises ConfigError with one line a mistake: where it is, what is wrong, and, for an unknown key, the nearest known one.
+    Raises ConfigError with one line a mistake: where it is, what is wrong, and, for an unknown key, the nearest one.
     """
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"no file {path}") from None
-        except tomllib.TOMLDecodeError as error:
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides or []:
         key, separator, value = override.partition("=")
@@ -310,9 +340,10 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         section = data
         *parents, last = key.strip().split(".")
         for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
+            child: Any = section.setdefault(parent, {})
+            if not isinstance(child, dict):
                 raise ConfigError(f"{key}: {parent} is a value, not a section")
+            section = cast("dict[str, Any]", child)
         section[last] = _parse_value(value.strip())
     return validate(data)
 
@@ -326,10 +357,13 @@ def validate(data: dict[str, Any]) -> RunConfig:
 
 
 def _parse_value(text: str) -> Any:
+    """Return a TOML value, or the text itself where it is none: `q_proj`, or a date, as a folder may be called."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    plain = len(parsed) == 1 and not isinstance(parsed["v"], datetime.date | datetime.time)
+    return parsed["v"] if plain else text
 
 
 def _explain(error: Any) -> str:
@@ -338,7 +372,10 @@ def _explain(error: Any) -> str:
         section: Any = RunConfig
         for part in error["loc"][:-1]:
             section = section.model_fields[part].annotation
-        near = difflib.get_close_matches(str(error["loc"][-1]), section.model_fields, n=1)
-        known = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(section.model_fields)}"
+        keys: list[str] = list(section.model_fields)
+        near = difflib.get_close_matches(str(error["loc"][-1]), keys, n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
         return f"{place}: unknown key; {known}"
-    return f"{place}: {error['msg'].removeprefix('Value error, ')} (got {error['input']!r})" if error["loc"] else error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":  # our own rules name their keys and values themselves
+        return error["msg"].removeprefix("Value error, ")
+    return f"{place}: {error['msg']} (got {error['input']!r})"
