@@ -65,7 +65,7 @@ class PromptStream:
         return taken
 
     def _index(self, position: int) -> int:
-        size = len(self.task)
+        size = self.task.num_train_examples
         if size is None:
             return position
         epoch, offset = divmod(position, size)

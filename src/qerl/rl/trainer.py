@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl import philox
 from qerl.config import RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine
@@ -36,7 +38,9 @@ from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.load import eos_token_ids, load_model
 from qerl.nn.lora import adapters_disabled, attach_lora
-from qerl.noise import NoiseDraw, NoiseMonitor, applied, build_controller
+from qerl.nn.recompute import recompute_layers
+from qerl.nn.structure import head
+from qerl.noise import NoiseDraw, NoiseMonitor, Observation, applied, build_controller, relative_noise
 from qerl.rl.advantage import compute_advantages
 from qerl.rl.batch import MicroBatch, TrainBatch
 from qerl.rl.checkpoint import (
@@ -49,12 +53,13 @@ from qerl.rl.checkpoint import (
     save_checkpoint,
 )
 from qerl.rl.log import RunLog
-from qerl.rl.loss import Normalizer, policy_loss
+from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, collect_groups
+from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.tasks import load_task
 from qerl.tasks.rewards import RewardRunner
-from qerl.types import RolloutGroup, SamplingParams
+from qerl.types import SamplingParams
 
 MAX_SKIPPED_UPDATES = 3  # non-finite gradients in a row before the run stops
 
@@ -72,13 +77,14 @@ class Trainer:
         checkpoint = self._find_checkpoint(resume)
         self.display = display or Display(config.steps)
         self.task = load_task(config.task, config.seed)
-        self.rewards = RewardRunner.from_config(config.rewards, self.task)
+        self.rewards = RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         self.eval_examples = self.task.eval_examples(config.eval.num_problems) if config.eval.num_problems else []
 
         base, self.tokenizer = load_model(config.model)
         self.model = attach_lora(base, config.lora, seed=config.seed)
+        self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(self.model)
         self.engine = build_engine(self.model, eos_ids=eos_token_ids(base), config=config.rollout)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.controller = build_controller(config.noise, config.steps)
@@ -90,7 +96,7 @@ class Trainer:
 
         self.step = 0
         self.pending: dict[str, Any] | None = {"step": 0}  # metrics of a step that is not evaluated and logged yet
-        self.learning_rate_scale = 1.0
+        self.rate_scale = 1.0
         self.skipped_updates = 0
         self.stop_requested = False
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -136,17 +142,276 @@ class Trainer:
             scale=config.loss.scale_rewards,
             tolerance=config.loss.zero_variance_tolerance,
         )
-        metrics = rollout_metrics(groups, self.task) | {
-            "step": self.step + 1,
-            "frac_reward_zero_std": stats.num_zero_variance_groups / stats.num_sampled_groups,
+        batch = TrainBatch.from_groups(groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions)
+        update_started = time.monotonic()
+        metrics = self._update(batch, draw)
+        self.step += 1
+
+        mismatch_kl = metrics.get("mismatch_kl", math.nan)
+        metrics |= rollout_metrics(groups, stats, self.task)
+        metrics |= {
+            "step": self.step,
+            "data/position": self.stream.position,
+            "data/too_long": self.stream.num_too_long,
             "noise/sigma": draw.sigma if draw else 0.0,
             "noise/vectors": report.num_noised_vectors,
-            "completions/new_tokens": stats.num_new_tokens,
+            "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
+            "tokens_per_second": stats.num_new_tokens / rollout_seconds,
             "time/rollout": rollout_seconds,
+            "time/update": time.monotonic() - update_started,
+            "time/step": time.monotonic() - started,
         }
-        batch = TrainBatch.from_groups(groups, advantages.values)
-        metrics |= self._update(batch, draw)
-        self.step += 1
-        metrics["time/step"] = time.monotonic() - started
+        if self.device.type == "cuda":
+            metrics["memory/allocated"] = torch.cuda.max_memory_allocated(self.device)
+            metrics["memory/reserved"] = torch.cuda.max_memory_reserved(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
+        if batch.num_completion_tokens:
+            self._react_to_divergence(mismatch_kl)
         self.log.write_completions(self.step, groups)
         return metrics
+
+    # ------------------------------------------------------------------ the update
+
+    def _update(self, batch: TrainBatch, draw: NoiseDraw | None) -> dict[str, float]:
+        """All optimizer steps that one rollout is used for; returns their metrics.
+
+        `old_logprobs` are the policy's before the first of them: scored in a pass of their own when there are several
+        steps, else the policy's own, detached, which are the same numbers.
+        """
+        loss, optimizer = self.config.loss, self.config.optimizer
+        everything = range(len(batch.sequences))
+        num_updates = loss.num_iterations * loss.updates_per_rollout
+        old = self._score(batch, everything, draw) if num_updates > 1 else None
+        ref = None
+        if loss.beta > 0:
+            with adapters_disabled(self.model):
+                ref = self._score(batch, everything, draw)
+
+        totals = UpdateTotals()
+        for iteration in range(loss.num_iterations):
+            parts = batch.mini_batches(loss.updates_per_rollout, philox.fold(self.config.seed, self.step, iteration))
+            for index, part in enumerate(parts):
+                update = self.step * num_updates + iteration * loss.updates_per_rollout + index
+                rate = self.rate_scale * learning_rate(optimizer, update, self.config.steps * num_updates)
+                normalizer = batch.normalizer(part, self.config.rollout.max_completion_length)
+                for micro in batch.micro_batches(part, optimizer.micro_batch_tokens, self.device):
+                    with self._training_noise(micro, draw):
+                        logprobs, entropy = self._logprobs(micro)
+                        value, sums = policy_loss(
+                            loss,
+                            normalizer,
+                            policy_logprobs=logprobs,
+                            old_logprobs=None if old is None else old[micro.slots],
+                            rollout_logprobs=micro.rollout_logprobs,
+                            ref_logprobs=None if ref is None else ref[micro.slots],
+                            sequence=micro.sequence,
+                            advantages=micro.advantages,
+                            lengths=micro.lengths,
+                        )
+                        value.backward()
+                    totals.add_micro_batch(value.detach(), entropy, sums)
+                totals.add_update(*self._optimizer_step(rate))
+        return totals.metrics()
+
+    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """policy_logprobs [C] with gradient, and the entropy [C], of the completion tokens."""
+        hidden = packed_forward(self.model, micro.input_ids, micro.cu_seqlens)
+        output = head(self.model)
+        return token_logprobs(
+            hidden[micro.predictors],
+            output.weight,
+            micro.targets,
+            temperature=self.config.rollout.temperature,
+            chunk=self.config.optimizer.logprob_chunk,
+            bias=output.bias,
+        )
+
+    @torch.no_grad()
+    def _score(self, batch: TrainBatch, sequences: Iterable[int], draw: NoiseDraw | None) -> Tensor:
+        """Log-probabilities of all completion tokens, [num_completion_tokens], under the model as it is now."""
+        table = torch.zeros(batch.num_completion_tokens, device=self.device)
+        for micro in batch.micro_batches(list(sequences), self.config.optimizer.micro_batch_tokens, self.device):
+            with self._training_noise(micro, draw):
+                table[micro.slots] = self._logprobs(micro)[0]
+        return table
+
+    def _training_noise(self, micro: MicroBatch, draw: NoiseDraw | None) -> AbstractContextManager[None]:
+        """The rollout's own noise around a training pass, or none (PAPER: section 3.3 leaves it open; see docs/noise.md)."""
+        if draw is None or not self.config.noise.same_noise_in_training:
+            return nullcontext()
+        return applied(self.model, draw, *micro.noise_streams(draw))
+
+    def _optimizer_step(self, rate: float) -> tuple[float, float, bool]:
+        """Clip and step; returns the rate, the gradient's norm before clipping, and whether the step was taken.
+
+        A gradient that is not finite is thrown away and counted; MAX_SKIPPED_UPDATES in a row end the run.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
+        taken = math.isfinite(norm)
+        if taken:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.skipped_updates = 0
+        else:
+            self.skipped_updates += 1
+            self.display.message(f"step {self.step + 1}: the gradient is not finite; this update is left out")
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.skipped_updates == MAX_SKIPPED_UPDATES:
+            raise RuntimeError(
+                f"{MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite; the last good state is in "
+                f"{self.output_dir}/checkpoints. Try a lower optimizer.learning_rate or noise.sigma_start."
+            )
+        return rate, norm, taken
+
+    # ------------------------------------------------------------------ noise
+
+    def _noise_draw(self) -> NoiseDraw | None:
+        sigma = 0.0 if self.monitor.noise_disabled else self.controller.sigma(self.step)
+        return NoiseDraw(self.config.seed, self.step, sigma, self.config.noise.per) if sigma > 0 else None
+
+    def _react_to_divergence(self, mismatch_kl: float) -> None:
+        """Carry out what the monitor decided."""
+        action = self.monitor.judge(mismatch_kl)
+        if action == "none":
+            return
+        what = {
+            "warn": "see noise.on_divergence",
+            "disable_noise": "noise is off from here on",
+            "cut_lr": "the learning rate is halved",
+            "rollback": "adapters and optimizer go back to the newest checkpoint, noise is off from here on",
+        }[action]
+        self.display.message(
+            f"step {self.step}: mismatch KL {mismatch_kl:.3g} is above noise.divergence_limit = "
+            f"{self.monitor.divergence_limit}: {what}"
+        )
+        if action == "cut_lr":
+            self.rate_scale /= 2
+        if action == "rollback" and (checkpoints := list_checkpoints(self.output_dir)):
+            load_parameters(checkpoints[-1], self.model, self.optimizer)
+
+    # ------------------------------------------------------------------ between steps
+
+    def _finish_step(self, metrics: dict[str, Any]) -> None:
+        """Evaluate where it is due, log, checkpoint."""
+        every, last = self.config.eval.every, self.config.steps
+        if self.eval_examples and (self.step in (0, last) or (every and self.step % every == 0)):
+            metrics = metrics | self._evaluate()
+        self.log.write_metrics(metrics)
+        self.display.step(metrics)
+        self.pending = None
+        if self.step == last or (self.step and self.step % self.config.save_every == 0):
+            self._save()
+
+    def _evaluate(self) -> dict[str, float]:
+        config, started = self.config.eval, time.monotonic()
+        metrics: dict[str, float] = {}
+        modes = {"sampled": (SamplingParams(config.temperature, config.top_p), config.num_samples)}
+        if config.greedy:
+            modes["greedy"] = (SamplingParams(greedy=True), 1)
+        for mode, (sampling, num_samples) in modes.items():
+            result = evaluate(
+                self.engine,
+                self.tokenizer,
+                self.task,
+                self.eval_examples,
+                sampling=sampling,
+                num_samples=num_samples,
+                max_new_tokens=self.config.rollout.max_completion_length,
+                seed=self.config.seed,
+                progress=self._progress(f"evaluation, {mode}"),
+            )
+            if mode == "greedy":
+                metrics["eval/accuracy_greedy"] = result.accuracy
+                continue
+            metrics |= {
+                "eval/accuracy": result.accuracy,
+                "eval/num_problems": result.num_problems,
+                "eval/clipped_ratio": result.num_truncated / result.num_completions,
+                "eval/ungraded": result.num_ungraded,
+                "eval/mean_length": result.mean_length_tokens,
+            }
+        return metrics | {"time/eval": time.monotonic() - started}
+
+    def _progress(self, phase: str) -> Callable[[int, int], None]:
+        """What the engine calls as completions end: shows them, and leaves when the run was asked to stop."""
+
+        def progress(done: int, total: int) -> None:
+            if self.stop_requested:
+                raise Interrupted
+            self.display.phase(phase, done, total)
+
+        return progress
+
+    @contextmanager
+    def _stop_signals(self) -> Iterator[None]:
+        """First Ctrl-C or SIGTERM: stop at the next safe place and save. Second: at once."""
+
+        def request(number: int, frame: FrameType | None) -> None:
+            if self.stop_requested:
+                raise KeyboardInterrupt
+            self.stop_requested = True
+            self.display.message("stopping at the next safe place, then saving; once more to stop at once")
+
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the main thread
+            return
+        before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _find_checkpoint(self, resume: bool) -> Path | None:
+        """The checkpoint to go on from; refuses what would overwrite a run or silently start anew."""
+        checkpoints = list_checkpoints(self.output_dir)
+        if not resume:
+            if (self.output_dir / "metrics.jsonl").exists():
+                raise ValueError(
+                    f"{self.output_dir} holds a run already: go on with it by --resume, or choose another output_dir"
+                )
+            return None
+        if not checkpoints:
+            if (self.output_dir / "metrics.jsonl").exists():
+                return None  # it was stopped before its first checkpoint: begin again from step 0, with the same keys
+            raise ValueError(f"{self.output_dir} holds no run to resume: leave --resume out, or check output_dir")
+        check_same_run(read_state(checkpoints[-1]), self.config, checkpoints[-1])
+        return checkpoints[-1]
+
+    def _save(self) -> Path:
+        state = {
+            "pending": self.pending,
+            "data_position": self.stream.position,
+            "data_too_long": self.stream.num_too_long,
+            "rate_scale": self.rate_scale,
+            "skipped_updates": self.skipped_updates,
+            "controller": self.controller.state_dict(),
+            "monitor": self.monitor.state_dict(),
+        }
+        return save_checkpoint(
+            self.output_dir,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            state=state,
+            config=self.config,
+        )
+
+    def _restore(self, folder: Path) -> None:
+        state = read_state(folder)
+        load_parameters(folder, self.model, self.optimizer)
+        self.step = state["step"]
+        self.pending = state["pending"]
+        self.stream.position = state["data_position"]
+        self.stream.num_too_long = state["data_too_long"]
+        self.rate_scale = state["rate_scale"]
+        self.skipped_updates = state["skipped_updates"]
+        self.controller.load_state_dict(state["controller"])
+        self.monitor.load_state_dict(state["monitor"])
+        load_generators(folder)
+        self.display.message(f"resumed from {folder}")

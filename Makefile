@@ -1,0 +1,52 @@
+# make demo   install, then train the embedded model by RL on this machine's CPU or GPU (minutes)
+# make test   install, then run the tests
+# make check  what CI runs: lint, types, import contract, tests
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+
+# Without an NVIDIA GPU a CPU build of torch is enough and several GB smaller. Where pip knows no CPU build (it needs
+# PyTorch's own CPU index or a local wheel), the ordinary one is taken. `make TORCH=torch==2.12.0 ...` chooses another.
+TORCH  ?=
+define install_torch
+	if [ -n "$(TORCH)" ]; then $(BIN)/pip install -q "$(TORCH)"; \
+	elif command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -q "torch>=2.11"; \
+	else $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null || $(BIN)/pip install -q "torch==2.13.0"; fi
+endef
+
+.PHONY: demo test check lint install clean
+
+demo: $(BIN)/.installed
+	$(BIN)/qerl train examples/demo.toml
+
+test: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(BIN)/.installed-dev lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(BIN)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+install: $(BIN)/.installed
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(BIN)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(install_torch)
+	touch $@
+
+$(BIN)/.installed: $(BIN)/.torch pyproject.toml
+	$(BIN)/pip install -q -e .
+	touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.torch pyproject.toml
+	$(BIN)/pip install -q -e . --group dev
+	touch $@ $(BIN)/.installed

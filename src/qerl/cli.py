@@ -1,0 +1,141 @@
+"""The command line: parse, call, print.
+
+Mistakes of a user end in one line on stderr and exit code 2; a run that was stopped and saved ends with 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qerl import __version__
+from qerl.config import ConfigError, ModelConfig, RunConfig, load_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning of large language models on one GPU, over frozen NVFP4 weights.",
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="The run's TOML file; without one, the defaults.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")] = False,
+) -> None:
+    """Train adapters by reinforcement learning."""
+    if config is not None and "=" in str(config):
+        config, overrides = None, [str(config), *(overrides or [])]
+    settings = load_config(config, overrides)
+    from qerl.report.plot import plot_run
+    from qerl.rl.trainer import Interrupted, Trainer
+
+    try:
+        Trainer(settings, resume=resume).train()
+    except Interrupted as stop:
+        print(f"{stop}\nGo on with the same command and --resume.")
+        raise typer.Exit(130) from None
+    print(f"adapter: {settings.output_dir}/adapter\nplot: {plot_run(Path(settings.output_dir))}")
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Folder of a transformers model in bf16 safetensors.")],
+    target: Annotated[Path, typer.Argument(help="New folder, in compressed-tensors' nvfp4-pack-quantized format.")],
+    scale: Annotated[str, typer.Option(help="Block scales: sweep (least squares) or amax.")] = "sweep",
+    keep: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in bf16; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Write a folder's linear layers in NVFP4, shard by shard."""
+    from qerl.formats.checkpoint import quantize_checkpoint
+    from qerl.nn.load import resolve_device
+
+    if scale not in ("sweep", "amax"):
+        raise ValueError(f"--scale {scale}: choose sweep or amax")
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
+
+    report = quantize_checkpoint(source, target, scale=scale, keep=keep or [], device=resolve_device(device), progress=show)
+    print(file=sys.stderr)
+    for key, value in report.items():
+        print(f"{key}: {value}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help='Model folder, or "embedded".')],
+    prompt: Annotated[str | None, typer.Argument(help="The user's message; without one, a chat on the terminal.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
+    format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
+    samples: Annotated[int, typer.Option("-n", help="Completions of the prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Key of the sampling.")] = 0,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+) -> None:
+    """Sample completions of a prompt."""
+    from qerl.generate import Generator
+
+    generator = Generator(ModelConfig.model_validate({"path": model, "format": format}), adapter)
+    options = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    history = [{"role": "system", "content": system}] if system else []
+    if prompt is not None:
+        for text in generator([*history, {"role": "user", "content": prompt}], seed=seed, **options):
+            print(text)
+        return
+    print("An empty line ends the chat.")
+    while line := input("> ").strip():
+        history.append({"role": "user", "content": line})
+        texts = generator(history, seed=seed, **options)
+        print("\n\n".join(texts))
+        history.append({"role": "assistant", "content": texts[0]})
+        seed += 1
+
+
+@app.command()
+def plot(run: Annotated[Path, typer.Argument(help="output_dir of a run.")]) -> None:
+    """Draw a run's curves into plot.png."""
+    from qerl.report.plot import plot_run
+
+    print(plot_run(run))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and which paths it will take."""
+    from qerl.doctor import report
+
+    for name, value in report():
+        print(f"{name:<14} {value}")
+
+
+@app.command()
+def config(path: Annotated[Path | None, typer.Argument(help="A TOML file.")] = None, overrides: Overrides = None) -> None:
+    """Check a config and print it whole, defaults included, as JSON."""
+    settings: RunConfig = load_config(path, overrides)
+    print(settings.model_dump_json(indent=2))
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Handle --version."""
+    if version:
+        print(f"qerl {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the `qerl` command."""
+    try:
+        app()
+    except (ConfigError, ValueError) as error:
+        print(f"qerl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
