@@ -45,10 +45,8 @@ _NUMBER = re.compile(
 
 # In this order; each takes time linear in the text.
 _CLEANING: tuple[tuple[re.Pattern[str], str], ...] = (
-    (
-        re.compile(r"\u2212\s*|\u2013"),
-        "-",
-    ),  # minus sign, en dash; a hyphen with a space stays a list's bullet
+    # minus sign and en dash; a hyphen keeps its space, which makes it a list's bullet and no sign
+    (re.compile(r"\u2212\s*|\u2013"), "-"),
     (re.compile(r"½"), " 1/2 "),
     (re.compile(r"¼"), " 1/4 "),
     (re.compile(r"¾"), " 3/4 "),
@@ -58,13 +56,14 @@ _CLEANING: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"), r"\1/\2"),
     (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r"\1/\2"),
     (re.compile(r"\\approx|≈"), "="),
-    (re.compile(r"\\pi|\\sqrt"), " √ "),
-    (re.compile(r"\\[A-Za-z]+|\\[(),;:! \[\]]"), " "),  # commands (\text, \left, ...) go, what they hold stays
+    # commands of type and space go, what they hold stays; any other (\sqrt, \cdot) makes an expression, marked by √
+    (re.compile(r"\\(?:text|math|mbox|left|right|q?quad|displaystyle|circ|degree)[a-z]*|\\[(),;:! \[\]]"), " "),
+    (re.compile(r"\\[A-Za-z]+|π"), " √ "),
     (re.compile(r"([-+])?\\?[$€£¥₹]\s*"), r" \1"),  # -$5 and $-5 are both -5
     (re.compile(r"([A-Za-z]\s*\}?)(?:\^\s*\{?\s*[0-9]\s*\}?|[²³])"), r"\1"),  # powers of units: m^2, m²
     (re.compile(r"[*_`{}~]"), " "),
 )
-_WORD = re.compile(r"[^\W\d_]\w*")
+_WORD = re.compile(r"[^\W\d_]\w*")  # begins with a letter, or with a sign such as ⅓, which is no word
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -72,8 +71,8 @@ def parse_number(text: str) -> Fraction | None:
     boxed = last_boxed(text)
     cleaned = _clean(text if boxed is None else boxed).rsplit("=", 1)[-1]
     values = {_value(match) for match in _NUMBER.finditer(cleaned)}
-    leftover = _WORD.sub(" ", _NUMBER.sub(" ", cleaned))
-    if len(values) != 1 or any(character.isnumeric() or character in "√π" for character in leftover):
+    leftover = _WORD.sub(lambda word: "" if word[0][0].isalpha() else word[0], _NUMBER.sub(" ", cleaned))
+    if len(values) != 1 or any(character.isnumeric() or character == "√" for character in leftover):
         return None
     return values.pop()
 
