@@ -59,6 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss", "1", "The policy-gradient loss, KL term included.", trl=True),
     Metric("entropy", "nats/token", "Entropy of the trained policy over completion tokens, at temperature.", trl=True),
     Metric("kl", "nats/token", "KL(policy || reference); only with loss.beta > 0.", trl=True),
+    Metric("ratio/mean", "1", "Mean policy / old probability of a token; gspo: of its sequence."),
     Metric("clip_ratio/low_mean", "share", "Tokens with ratio < 1 - epsilon and negative advantage.", trl=True),
     Metric("clip_ratio/low_min", "share", "Smallest such share of a completion.", trl=True),
     Metric("clip_ratio/high_mean", "share", "Tokens with ratio > 1 + epsilon_high and positive advantage.", trl=True),
@@ -71,15 +72,21 @@ METRICS: tuple[Metric, ...] = (
     # rollout policy against trained policy: what noise and kernels change
     Metric("rollout_entropy", "nats/token", "Entropy of the rollout policy (noisy) where its tokens were drawn."),
     Metric("mismatch_kl", "nats/token", "KL(rollout || old): mean of r - 1 - log r, r = old / rollout probability."),
+    Metric(
+        "mismatch_kl/k1", "nats/token", "The same divergence as mean of rollout - old: can be negative, fewer outliers."
+    ),
     Metric("sampling/sampling_logp_difference/mean", "nats", "Mean of |old - rollout log-probability|.", trl=True),
     Metric("sampling/sampling_logp_difference/max", "nats", "Largest of those.", trl=True),
     Metric("sampling/importance_sampling_ratio/min", "1", "Smallest weight min(old / rollout, cap).", trl=True),
     Metric("sampling/importance_sampling_ratio/mean", "1", "Mean weight.", trl=True),
     Metric("sampling/importance_sampling_ratio/max", "1", "Largest weight.", trl=True),
+    Metric("sampling/importance_sampling_ratio/capped", "share", "Tokens whose weight is held at the cap."),
     # noise
     Metric("noise/sigma", "1", "Standard deviation of the noise added to norm weights in this step's rollout."),
     Metric("noise/vectors", "vectors", "Norm vectors that the noise changed in the engine; 0 while sigma is 0."),
-    Metric("noise/relative", "1", "Size of the noise against the weights it is added to: sigma / rms(weight)."),
+    Metric(
+        "noise/relative", "1", "Root mean square of Z/w over all noisy norm weights: relative change of what follows."
+    ),
     # evaluation: held-out problems, adapters on, noise off
     Metric("eval/accuracy", "share", "Mean over problems of the share of right sampled completions."),
     Metric("eval/accuracy_greedy", "share", "Problems solved by greedy decoding."),

@@ -210,13 +210,14 @@ class Observation(NamedTuple):
     """What a finished rollout showed; NaN where it could not be measured."""
 
     mismatch_kl: float
-    """KL(noisy rollout policy || clean policy), nats a token: mean of rollout_logprobs - old_logprobs."""
+    """KL(noisy rollout policy || clean policy), nats a token: the metric of that name (rl/loss.py)."""
     entropy: float
     """Of the rollout policy, nats a token."""
     reward_std: float
     """Mean over groups of the standard deviation of a group's rewards."""
 
 
+@runtime_checkable
 class NoiseController(Protocol):
     """Says sigma of each rollout. Its state is part of a checkpoint."""
 
@@ -383,16 +384,6 @@ def build_controller(config: NoiseConfig, total_rollouts: int) -> NoiseControlle
 MonitorAction = Literal["none", "warn", "disable_noise", "cut_lr", "rollback"]
 
 
-class NoiseReport(NamedTuple):
-    """What the noise of a rollout is, for the metrics."""
-
-    sigma: float
-    relative: float
-    """`relative_noise`."""
-    num_vectors: int
-    """Norm weights that are noisy; 0 when sigma is."""
-
-
 def relative_noise(model: nn.Module, draw: NoiseDraw, stream: int = ROLLOUT_STREAM) -> float:
     """Root mean square of Z/w over all channels of all sites: the relative change of the weights that follow.
 
@@ -412,7 +403,7 @@ def relative_noise(model: nn.Module, draw: NoiseDraw, stream: int = ROLLOUT_STRE
 
 
 class NoiseMonitor:
-    """Reports the noise of each rollout, and decides what happens when the policies drift apart.
+    """Decides what happens when the noisy rollout policy drifts too far from the trained one.
 
     `judge` compares the mismatch KL with `divergence_limit` (a NaN is a divergence) and names the trainer's action:
 
@@ -430,11 +421,6 @@ class NoiseMonitor:
         self.divergence_limit = config.divergence_limit
         self.noise_disabled = False
         self.num_divergences = 0
-
-    def report(self, model: nn.Module, draw: NoiseDraw) -> NoiseReport:
-        """Sigma, relative noise and the number of noisy vectors of a rollout."""
-        num_vectors = len(noise_sites(model)) if draw.sigma > 0 else 0
-        return NoiseReport(draw.sigma, relative_noise(model, draw), num_vectors)
 
     def judge(self, mismatch_kl: float) -> MonitorAction:
         """What the trainer has to do after a rollout with this mismatch KL (nats a token)."""

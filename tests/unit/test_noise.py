@@ -477,15 +477,6 @@ def test_relative_noise_is_the_rms_of_z_over_w():
     assert relative_noise(model, NOISY) == pytest.approx(math.sqrt(sum(r * r for r in ratios) / 63), rel=1e-5)
 
 
-def test_the_report_counts_the_noisy_vectors():
-    monitor = NoiseMonitor(NoiseConfig())
-    model = tiny_model(3)
-    report = monitor.report(model, NOISY)
-    assert (report.sigma, report.num_vectors) == (0.1, 6)
-    assert 0.05 < report.relative < 0.2
-    assert monitor.report(model, NoiseDraw(0, 0, 0.0)) == (0.0, 0.0, 0)
-
-
 def build_monitor(action):
     return NoiseMonitor(NoiseConfig(on_divergence=action, divergence_limit=0.5))
 

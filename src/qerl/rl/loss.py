@@ -34,8 +34,8 @@ gap between engine and trainer Yao et al., "Your efficient RL framework secretly
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
@@ -77,54 +77,36 @@ class Normalizer:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over tokens for the metrics, scalars on the tokens' device: they add up over micro-batches and updates."""
+    """The metrics of a loss under their names (metrics.py), as float64 scalars on the tokens' device.
+
+    `a + b` is what both sets of tokens together would give: micro-batches and updates add up.
+    """
 
     num_tokens: Tensor
-    ratio: Tensor
-    """policy / old; gspo: each token counts its sequence's."""
-    clipped_low: Tensor
-    """Tokens without gradient because the ratio fell below the clip range while A < 0."""
-    clipped_high: Tensor
-    """Tokens whose ratio rose above the clip range while A > 0: no gradient (cispo: a clipped weight)."""
-    kl: Tensor | None
-    """k3 estimate of KL(policy || reference); None without a reference."""
-    mismatch_kl: Tensor | None
-    """rollout - old log-probability: KL(rollout policy || old policy); None without rollout_logprobs, as all below."""
-    mismatch_kl_k3: Tensor | None
-    """The same divergence by the k3 estimator: never negative, less spread."""
-    importance: Tensor | None
-    """Importance weight w."""
-    importance_capped: Tensor | None
-    """Tokens whose w was cut off at the cap."""
-    importance_max: Tensor | None
-    """Largest w; the one that is no sum."""
+    sums: dict[str, Tensor]
+    """Of the metrics that are means over tokens: the sum."""
+    minima: dict[str, Tensor]
+    maxima: dict[str, Tensor]
 
     def __add__(self, other: LossSums) -> LossSums:
-        def combine(name: str) -> Tensor | None:
-            a, b = getattr(self, name), getattr(other, name)
-            if a is None or b is None:
-                return None
-            return torch.maximum(a, b) if name == "importance_max" else a + b
-
-        return LossSums(**{field.name: combine(field.name) for field in fields(self)})  # type: ignore[arg-type]
+        return LossSums(
+            self.num_tokens + other.num_tokens,
+            _merge(torch.add, self.sums, other.sums),
+            _merge(torch.minimum, self.minima, other.minima),
+            _merge(torch.maximum, self.maxima, other.maxima),
+        )
 
     def averages(self) -> dict[str, float]:
-        """Means over tokens under their metric names; what was not measured is left out. Waits for the device."""
+        """The metrics. Waits for the device."""
         n = max(self.num_tokens.item(), 1)
-        named = {
-            "ratio/mean": self.ratio,
-            "clip_ratio/low_mean": self.clipped_low,
-            "clip_ratio/high_mean": self.clipped_high,
-            "kl": self.kl,
-            "mismatch_kl": self.mismatch_kl,
-            "mismatch_kl/k3": self.mismatch_kl_k3,
-            "sampling/importance_sampling_ratio/mean": self.importance,
-            "sampling/importance_sampling_ratio/capped": self.importance_capped,
-        }
-        means = {name: value.item() / n for name, value in named.items() if value is not None}
-        if self.importance_max is not None:
-            means["sampling/importance_sampling_ratio/max"] = self.importance_max.item()
-        return means
+        means = {name: total.item() / n for name, total in self.sums.items()}
+        return means | {name: value.item() for name, value in (self.minima | self.maxima).items()}
+
+
+def _merge(
+    combine: Callable[[Tensor, Tensor], Tensor], a: dict[str, Tensor], b: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    return a | {name: combine(a[name], value) if name in a else value for name, value in b.items()}
 
 
 def policy_loss(
@@ -148,11 +130,10 @@ def policy_loss(
     if config.beta > 0 and ref_logprobs is None:
         raise ValueError("loss.beta > 0 needs ref_logprobs: score the tokens with adapters off, or set loss.beta = 0")
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    whole_sequences = config.type == "gspo"
     advantage = advantages[sequence]
 
     log_ratio = policy_logprobs - old_logprobs
-    if whole_sequences:
+    if config.type == "gspo":
         log_ratio = _sequence_mean(log_ratio, sequence, lengths)
     ratio = log_ratio.exp()
     low, high = 1 - config.epsilon, 1 + config.epsilon_high
@@ -161,12 +142,11 @@ def policy_loss(
     else:
         token_loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
-    importance = mismatch = None
+    log_importance = None
     if rollout_logprobs is not None:
-        mismatch = (rollout_logprobs - old_logprobs).detach()
-        importance = (-_sequence_mean(mismatch, sequence, lengths) if whole_sequences else -mismatch).exp()
+        log_importance = (old_logprobs - rollout_logprobs).detach()
         if config.importance_sampling:
-            token_loss = token_loss * importance.clamp(max=config.importance_sampling_cap)
+            token_loss = token_loss * _importance(config, log_importance, sequence, lengths)
 
     kl = None
     if ref_logprobs is not None:
@@ -174,7 +154,16 @@ def policy_loss(
         token_loss = token_loss + config.beta * kl
 
     loss = (token_loss * normalizer.token_weight(config.type, lengths)[sequence]).sum()
-    return loss, _sums(config, advantage, ratio.detach(), kl, mismatch, importance)
+    return loss, _sums(config, advantage, ratio.detach(), kl, log_importance, sequence, lengths)
+
+
+def _importance(
+    config: LossConfig, log_importance: Float[Tensor, " t"], sequence: Tensor, lengths: Tensor
+) -> Float[Tensor, " t"]:
+    """Truncated importance weight of each token: min(old / rollout, cap)."""
+    if config.type == "gspo":
+        log_importance = _sequence_mean(log_importance, sequence, lengths)
+    return log_importance.exp().clamp(max=config.importance_sampling_cap)
 
 
 def _sequence_mean(x: Float[Tensor, " t"], sequence: Tensor, lengths: Tensor) -> Float[Tensor, " t"]:
@@ -197,25 +186,48 @@ def _sums(
     advantage: Tensor,
     ratio: Tensor,
     kl: Tensor | None,
-    mismatch: Tensor | None,
-    importance: Tensor | None,
+    log_importance: Tensor | None,
+    sequence: Tensor,
+    lengths: Tensor,
 ) -> LossSums:
-    def total(x: Tensor) -> Tensor:
-        return x.sum(dtype=torch.float64)
-
-    below = (ratio < 1 - config.epsilon) & (advantage < 0) & (config.type != "cispo")  # cispo clips on one side only
-    above = (ratio > 1 + config.epsilon_high) & (advantage > 0)
-    cap = config.importance_sampling_cap
-    used = None if importance is None else importance.clamp(max=cap)
+    """Metrics over these tokens; gspo: each token counts its sequence's ratio and weight."""
+    means = {"ratio/mean": ratio}
+    extremes: dict[str, Tensor] = {}
+    above = ((ratio > 1 + config.epsilon_high) & (advantage > 0)).double()
+    if config.type == "cispo":
+        means["cispo_clip_ratio"] = above
+    else:
+        below = ((ratio < 1 - config.epsilon) & (advantage < 0)).double()
+        means |= {
+            "clip_ratio/low_mean": below,
+            "clip_ratio/high_mean": above,
+            "clip_ratio/region_mean": below + above,
+        }
+        extremes |= {
+            "clip_ratio/low_min": _sequence_mean(below, sequence, lengths),
+            "clip_ratio/high_max": _sequence_mean(above, sequence, lengths),
+        }
+    if kl is not None:
+        means["kl"] = kl
+    if log_importance is not None:
+        weight = _importance(config, log_importance, sequence, lengths)
+        means |= {
+            "mismatch_kl": _k3(log_importance),
+            "mismatch_kl/k1": -log_importance,
+            "sampling/sampling_logp_difference/mean": log_importance.abs(),
+            "sampling/importance_sampling_ratio/mean": weight,
+            "sampling/importance_sampling_ratio/capped": weight >= config.importance_sampling_cap,
+        }
+        extremes |= {
+            "sampling/sampling_logp_difference/max": log_importance.abs(),
+            "sampling/importance_sampling_ratio/min": weight,
+            "sampling/importance_sampling_ratio/max": weight,
+        }
+    if len(ratio) == 0:
+        extremes = {}
     return LossSums(
         num_tokens=torch.tensor(float(len(ratio)), dtype=torch.float64, device=ratio.device),
-        ratio=total(ratio),
-        clipped_low=total(below),
-        clipped_high=total(above),
-        kl=None if kl is None else total(kl),
-        mismatch_kl=None if mismatch is None else total(mismatch),
-        mismatch_kl_k3=None if mismatch is None else total(_k3(-mismatch)),
-        importance=None if used is None else total(used),
-        importance_capped=None if importance is None else total(importance > cap),
-        importance_max=None if used is None else torch.cat([used, used.new_zeros(1)]).max().double(),
+        sums={name: x.sum(dtype=torch.float64) for name, x in means.items()},
+        minima={name: x.min().double() for name, x in extremes.items() if name.endswith("min")},
+        maxima={name: x.max().double() for name, x in extremes.items() if name.endswith("max")},
     )

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl.config import LossConfig
+from qerl.metrics import check_names
 from qerl.rl.loss import Normalizer, policy_loss
 
 LOSS_TYPES = ["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
@@ -65,6 +66,9 @@ def test_token_level_losses_by_hand(loss_type, expected):
     assert (grad == 0).tolist() == [True, False, True, False, False]  # clipped tokens have no gradient
     assert metrics["clip_ratio/high_mean"] == pytest.approx(1 / 5)  # 1.5 with A > 0
     assert metrics["clip_ratio/low_mean"] == pytest.approx(1 / 5)  # 0.5 with A < 0
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(2 / 5)
+    assert metrics["clip_ratio/low_min"] == 0  # the first completion has none
+    assert metrics["clip_ratio/high_max"] == pytest.approx(1 / 2)
     assert metrics["ratio/mean"] == pytest.approx(5.4 / 5)
 
 
@@ -93,8 +97,8 @@ def test_cispo_by_hand():
     assert loss == pytest.approx(expected, rel=1e-6)
     expected_grad = [-w * a / 5 for w, a in zip(weights, advantages, strict=True)]
     assert grad.tolist() == pytest.approx(expected_grad, rel=1e-6)  # no token loses its gradient
-    assert metrics["clip_ratio/high_mean"] == pytest.approx(1 / 5)
-    assert metrics["clip_ratio/low_mean"] == 0
+    assert metrics["cispo_clip_ratio"] == pytest.approx(1 / 5)  # the fifth token has A < 0
+    assert not [name for name in metrics if name.startswith("clip_ratio")]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -145,6 +149,7 @@ def test_token_importance_weights_by_hand():
     assert loss == pytest.approx(sum(w * x for w, x in zip(weights, TOKEN_LOSSES, strict=True)) / 5, rel=1e-6)
     assert grad.tolist() == pytest.approx([0, -1.1 / 5, 0, 2.0 / 5, 1.25 * 2.6 / 5], rel=1e-5)
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(5.75 / 5)
+    assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(0.5)
     assert metrics["sampling/importance_sampling_ratio/max"] == 2.0
     assert metrics["sampling/importance_sampling_ratio/capped"] == pytest.approx(1 / 5)
 
@@ -152,9 +157,11 @@ def test_token_importance_weights_by_hand():
 def test_mismatch_kl_by_hand():
     _, _, metrics = loss_of(config(), rollout=ROLLOUT)
     logs = [math.log(q) for q in MISMATCH_RATIOS.tolist()]
-    assert metrics["mismatch_kl"] == pytest.approx(-sum(logs) / 5, rel=1e-6)
+    assert metrics["mismatch_kl/k1"] == pytest.approx(-sum(logs) / 5, rel=1e-6)
     k3 = sum(q - 1 - x for q, x in zip(MISMATCH_RATIOS.tolist(), logs, strict=True)) / 5
-    assert metrics["mismatch_kl/k3"] == pytest.approx(k3, rel=1e-6)
+    assert metrics["mismatch_kl"] == pytest.approx(k3, rel=1e-6)
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(sum(map(abs, logs)) / 5, rel=1e-6)
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4), rel=1e-6)
 
 
 def test_gspo_corrects_whole_sequences():
@@ -168,12 +175,18 @@ def test_gspo_corrects_whole_sequences():
 def test_correction_can_be_off_while_the_mismatch_is_measured():
     loss, _, metrics = loss_of(config(importance_sampling=False), rollout=ROLLOUT)
     assert loss == pytest.approx(sum(TOKEN_LOSSES) / 5, rel=1e-6)
-    assert metrics["mismatch_kl/k3"] > 0
+    assert metrics["mismatch_kl"] > 0
 
 
 def test_without_rollout_logprobs_nothing_is_said_about_the_mismatch():
     _, _, metrics = loss_of(config())
     assert not [name for name in metrics if "mismatch" in name or "sampling" in name]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_metric_has_its_row_in_the_table(loss_type):
+    _, _, metrics = loss_of(config(type=loss_type, beta=0.1), rollout=ROLLOUT, ref=OLD)
+    check_names(metrics)
 
 
 # ------------------------------------------------------------------------------------------------------------- KL
