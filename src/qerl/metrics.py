@@ -36,6 +36,7 @@ METRICS: tuple[Metric, ...] = (
     # rewards; a completion that no function could score is in none of the means
     Metric("reward", "reward", "Mean weighted sum of the reward functions.", trl=True),
     Metric("reward_std", "reward", "Standard deviation of the rewards over all completions of the step.", trl=True),
+    Metric("reward_group_std", "reward", "Mean over groups of the standard deviation inside the group."),
     Metric("frac_reward_zero_std", "share", "Sampled groups whose rewards are all equal.", trl=True),
     Metric("rewards/{function}/mean", "reward", "Mean value of one function, without its weight.", trl=True),
     Metric("rewards/{function}/std", "reward", "Standard deviation of one function's values.", trl=True),
@@ -72,9 +73,7 @@ METRICS: tuple[Metric, ...] = (
     # rollout policy against trained policy: what noise and kernels change
     Metric("rollout_entropy", "nats/token", "Entropy of the rollout policy (noisy) where its tokens were drawn."),
     Metric("mismatch_kl", "nats/token", "KL(rollout || old): mean of r - 1 - log r, r = old / rollout probability."),
-    Metric(
-        "mismatch_kl/k1", "nats/token", "The same divergence as mean of rollout - old: can be negative, fewer outliers."
-    ),
+    Metric("mismatch_kl/k1", "nats/token", "The same as mean of log rollout - log old: fewer outliers."),
     Metric("sampling/sampling_logp_difference/mean", "nats", "Mean of |old - rollout log-probability|.", trl=True),
     Metric("sampling/sampling_logp_difference/max", "nats", "Largest of those.", trl=True),
     Metric("sampling/importance_sampling_ratio/min", "1", "Smallest weight min(old / rollout, cap).", trl=True),
@@ -84,9 +83,7 @@ METRICS: tuple[Metric, ...] = (
     # noise
     Metric("noise/sigma", "1", "Standard deviation of the noise added to norm weights in this step's rollout."),
     Metric("noise/vectors", "vectors", "Norm vectors that the noise changed in the engine; 0 while sigma is 0."),
-    Metric(
-        "noise/relative", "1", "Root mean square of Z/w over all noisy norm weights: relative change of what follows."
-    ),
+    Metric("noise/relative", "1", "Root mean square of Z/w over all noisy norm weights: relative change behind them."),
     # evaluation: held-out problems, adapters on, noise off
     Metric("eval/accuracy", "share", "Mean over problems of the share of right sampled completions."),
     Metric("eval/accuracy_greedy", "share", "Problems solved by greedy decoding."),

@@ -19,7 +19,7 @@ PANELS = (
         (("accuracy", "rollouts"), ("eval/accuracy", "held out, sampled"), ("eval/accuracy_greedy", "held out, greedy")),
         False,
     ),
-    ("entropy [nats a token]", (("entropy/rollout", "rollout policy"), ("entropy", "trained policy")), False),
+    ("entropy [nats a token]", (("rollout_entropy", "rollout policy"), ("entropy", "trained policy")), False),
     ("noise sigma", (("noise/sigma", "sigma"),), False),
     ("mismatch KL [nats a token]", (("mismatch_kl", "rollout against trained policy"),), True),
     ("completion length [tokens]", (("completions/mean_length", "mean"),), False),
