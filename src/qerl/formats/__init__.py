@@ -1,1 +1,1 @@
-"""TODO."""
+"""What the bits mean, and the files that hold them. Imports nothing else of the package."""

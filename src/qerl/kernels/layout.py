@@ -1,0 +1,288 @@
+"""PackedWeight: NVFP4 codes in the order in which the kernels read them, and the way there and back.
+
+    NVFP4Tensor per part -> pack -> PackedWeight (tiles, global scales) -> kernels; unpack and dequantize lead back
+
+A weight [N, K] is cut into tiles of 128 rows x 64 columns, 4608 contiguous bytes each, stored as
+uint8 [ceil(N/128), ceil(K/64), 4608]. The order within a tile is that of the A fragments of `mma m16n8k16` (and of
+wgmma's register operand, which is the same warp by warp), so that a thread's 16-byte load is all it needs of 16 rows x
+64 columns. With row = 16 i + 8 h + g (i < 8, h < 2, g < 8), column = 16 t + 4 w + j (t < 4, w < 4, j < 4) and
+lane = 4 g + t:
+
+    codes    32-bit word at byte 512 i + 16 lane + 4 w: the eight codes (h, j), two rows x four columns
+    scales   E4M3 byte at 4096 + 64 i + 2 lane + h: the block of 16 columns that t names
+
+K is summed over, so its order is free: giving thread t of a quad the columns 16 t .. 16 t + 15 (not the instruction's
+own 2 t, 2 t + 1, 2 t + 8, 2 t + 9) leaves it one block scale a row. Within a word, columns of even j are in the lower
+half and of odd j in the upper, as the two lanes of a packed bf16 pair. A half holds four codes, number
+a = h + 2 (j >> 1), in the order of the instruction's four registers:
+
+    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    a      0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+          s0 s3 m3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+
+Shifted left by 3 a and masked with 0x81C0, codes 0, 1 and 2 are the bf16 number e2m1 * 2^-126 (sign at bit 15, two
+exponent bits at 8 and 7, one mantissa bit at 6); code 3 is put together from three masks. That is what makes a decode
+cost less than two instructions a weight.
+
+Contract: K is a multiple of 16 (NVFP4's block); N and K that do not divide are padded with zero codes and zero scales.
+A product of several linears (q, k, v; gate, up) is one PackedWeight of several parts, each padded to whole tiles, never
+interleaved: so a part is a view. All tensors are integers, so that no `.to(bfloat16)` can round a scale. Views share
+one storage, and moving any of them moves all. How a product is computed is said in kernels/w4a16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Complex128, Float, Float32, Int16, Int32, Int64, UInt8
+from torch import Tensor
+
+from qerl.formats.nvfp4 import BLOCK, E2M1_VALUES, NVFP4Tensor, unpack_nibbles
+
+TILE_ROWS, TILE_COLUMNS = 128, 64
+CODE_BYTES, SCALE_BYTES = 4096, 512
+TILE_BYTES = CODE_BYTES + SCALE_BYTES
+
+# Bits (sign, exponent, exponent, mantissa) of code a within half a word.
+_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
+
+# A quad is the four codes of one row in a word, 16 bits. In both halves of a word the bits 0x83C7 are row 0's, the bits
+# 0x7C38 row 1's; so row 0's bits in the upper half trade places with row 1's in the lower, a group of neighbours at a
+# time: (mask in the lower half, distance).
+_TRADES = ((0x0038, 13), (0x3C00, 12), (0x4000, 17))
+_KEEP = 0x7C38_83C7
+
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}  # weights decoded at a time: temporaries that stay in the second-level cache
+
+
+class Part(NamedTuple):
+    """One linear's rows within a PackedWeight."""
+
+    start: int
+    """Its first row, padding counted: a multiple of 128."""
+    rows: int
+    """Its rows, without padding."""
+    global_scale: float | None
+    """The scale of all its rows, on the host (a GEMM's alpha); None where they differ."""
+
+
+@dataclass
+class _Storage:
+    """What views share. A move replaces the tensors here, once."""
+
+    tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]
+    global_scale: Int32[Tensor, " padded_rows"]
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """A frozen weight [N, K] of one or more parts, or a view of some of them. Made by `pack`."""
+
+    storage: _Storage
+    columns: int
+    """K, without padding."""
+    parts: tuple[Part, ...]
+    """The linears in it, in order; starts count from this view's own first row."""
+    first_row: int = 0
+    """Where this view begins in the storage."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) without padding: N is the sum of the parts' rows."""
+        return sum(part.rows for part in self.parts), self.columns
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Rows and columns of the tiles."""
+        last = self.parts[-1]
+        return _round_up(last.start + last.rows, TILE_ROWS), _round_up(self.columns, TILE_COLUMNS)
+
+    @property
+    def tiles(self) -> UInt8[Tensor, "tiles_n tiles_k 4608"]:
+        """Codes and block scales; the module's text has the order."""
+        first = self.first_row // TILE_ROWS
+        return self.storage.tiles[first : first + self.padded_shape[0] // TILE_ROWS]
+
+    @property
+    def global_scale(self) -> Int32[Tensor, " padded_rows"]:
+        """The bits of the float32 scale of each row; 0 in the padding."""
+        return self.storage.global_scale[self.first_row : self.first_row + self.padded_shape[0]]
+
+    @property
+    def row_scale(self) -> Float32[Tensor, " n"]:
+        """The global scale of each row, without padding."""
+        return self.without_row_padding(self.global_scale.view(torch.float32))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage is."""
+        return self.storage.tiles.device
+
+    def part(self, index: int) -> PackedWeight:
+        """A view of one part."""
+        start, rows, scale = self.parts[index]
+        return PackedWeight(self.storage, self.columns, (Part(0, rows, scale),), self.first_row + start)
+
+    def to_(self, device: torch.device | str) -> None:
+        """Move the storage, and with it every view."""
+        self.storage.tiles = self.storage.tiles.to(device)
+        self.storage.global_scale = self.storage.global_scale.to(device)
+
+    @property
+    def runs(self) -> list[Part]:
+        """Parts, merged where they touch and share a global scale: the fewest row ranges without padding."""
+        runs = [self.parts[0]]
+        for part in self.parts[1:]:
+            last = runs[-1]
+            if last.start + last.rows == part.start and last.global_scale == part.global_scale:
+                runs[-1] = last._replace(rows=last.rows + part.rows)
+            else:
+                runs.append(part)
+        return runs
+
+    def without_row_padding(self, rows: Tensor) -> Tensor:
+        """Drop the padding from a tensor whose first dimension counts padded rows; a view where none lies between."""
+        pieces = [rows[start : start + length] for start, length, _ in self.runs]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Float[Tensor, "n k"], Float32[Tensor, " n"]]:
+        """e2m1 * block_scale, exact in bf16, fp16 and fp32, and the row scales that it is still to be multiplied by.
+
+        PyTorch on any device, into new memory; the products use kernels/dequant, which has a buffer for it.
+        """
+        dense = torch.empty(self.padded_shape, dtype=dtype, device=self.device)
+        decode(self, dense)
+        return self.without_row_padding(dense)[:, : self.columns], self.row_scale
+
+
+def pack(parts: Sequence[NVFP4Tensor]) -> PackedWeight:
+    """Bring quantised matrices of the same K into the kernels' order, as one weight with a part for each."""
+    columns = parts[0].packed.shape[1] * 2
+    if any(t.packed.shape[1] * 2 != columns for t in parts):
+        raise ValueError(f"parts of one product need the same K, got {[t.packed.shape[1] * 2 for t in parts]}")
+    placed: list[Part] = []
+    start = 0
+    for t in parts:
+        n = t.packed.shape[0]
+        scales = t.global_scale.unique()
+        placed.append(Part(start, n, scales.item() if scales.numel() == 1 else None))
+        start += _round_up(n, TILE_ROWS)
+    device = parts[0].packed.device
+    tiles = torch.empty(start // TILE_ROWS, -(-columns // TILE_COLUMNS), TILE_BYTES, dtype=torch.uint8, device=device)
+    global_scale = torch.zeros(start, dtype=torch.float32, device=device)
+    for t, (first, n, _) in zip(parts, placed, strict=True):
+        _pack_part(t, tiles[first // TILE_ROWS : -(-(first + n) // TILE_ROWS)])
+        global_scale[first : first + n] = t.global_scale
+    return PackedWeight(_Storage(tiles, global_scale.view(torch.int32)), columns, tuple(placed))
+
+
+def unpack(weight: PackedWeight) -> NVFP4Tensor:
+    """The inverse of `pack`, parts concatenated; global_scale is [1] where all rows share one."""
+    k = weight.columns
+    codes = _quad_codes(weight.device).index_select(0, _quads(weight.tiles).flatten())
+    packed = codes.view(torch.uint8).view(weight.padded_shape[0], -1)[:, : k // 2]
+    scales = _scales(weight.tiles)[:, : k // BLOCK].contiguous().view(torch.float8_e4m3fn)
+    row_scale = weight.row_scale
+    return NVFP4Tensor(
+        weight.without_row_padding(packed).contiguous(),
+        weight.without_row_padding(scales.view(torch.uint8)).view(torch.float8_e4m3fn),
+        row_scale[:1].clone() if (row_scale == row_scale[0]).all() else row_scale.clone(),
+    )
+
+
+def decode(weight: PackedWeight, out: Float[Tensor, "padded_rows padded_columns"]) -> None:
+    """Write e2m1 * block_scale, exact, padding as zeros: one table look-up for four weights. PyTorch, any device."""
+    n_tiles, k_tiles, _ = weight.tiles.shape
+    table = _quad_values(weight.device)
+    step = max(1, _PIECE.get(weight.device.type, _PIECE["cpu"]) // (TILE_ROWS * TILE_COLUMNS * k_tiles))
+    for first in range(0, n_tiles, step):
+        tiles = weight.tiles[first : first + step]
+        values = table.index_select(0, _quads(tiles).flatten()).view(torch.float32)
+        scales = _scales(tiles).view(torch.float8_e4m3fn).float()
+        blocks = out[first * TILE_ROWS : (first + step) * TILE_ROWS].unflatten(1, (-1, BLOCK))
+        torch.mul(values.view(blocks.shape), scales.unsqueeze(2), out=blocks)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _pack_part(t: NVFP4Tensor, tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> None:
+    """Write one matrix, padded with zeros, into its tiles."""
+    n_tiles, k_tiles, _ = tiles.shape
+    rows, columns = n_tiles * TILE_ROWS, k_tiles * TILE_COLUMNS
+    packed = _padded(t.packed, rows, columns // 2).view(n_tiles, 8, 2, 8, k_tiles, 4, 4, 2)  # n i h g k t w (j >> 1)
+    table = _byte_words(tiles.device)
+    words = torch.zeros(n_tiles, 8, 8, k_tiles, 4, 4, dtype=torch.int32, device=tiles.device)  # n i g k t w
+    for h in range(2):
+        for pair in range(2):
+            words |= table[h, pair][packed[:, :, h, ..., pair].int()]
+    tiles[..., :CODE_BYTES] = words.permute(0, 3, 1, 2, 4, 5).flatten(2).view(torch.uint8)
+    scales = _padded(t.block_scale.view(torch.uint8), rows, columns // BLOCK).view(n_tiles, 8, 2, 8, k_tiles, 4)
+    tiles[..., CODE_BYTES:] = scales.permute(0, 4, 1, 3, 5, 2).flatten(2)  # n k (i g t h)
+
+
+def _padded(x: UInt8[Tensor, "_ _"], rows: int, columns: int) -> UInt8[Tensor, "_ _"]:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _scales(tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> UInt8[Tensor, "padded_rows blocks"]:
+    """The block scales' bytes, row by row."""
+    n_tiles, k_tiles, _ = tiles.shape
+    scales = tiles[..., CODE_BYTES:].unflatten(2, (8, 8, 4, 2))  # n k i g t h
+    return scales.permute(0, 2, 5, 3, 1, 4).reshape(n_tiles * TILE_ROWS, k_tiles * TILE_COLUMNS // BLOCK)
+
+
+def _quads(tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> Int32[Tensor, "padded_rows quads"]:
+    """The codes row by row, four columns a number: the 16 bits that `_trade` brings together, plus 2^16 where h = 1."""
+    n_tiles, k_tiles, _ = tiles.shape
+    halves = _trade(tiles[..., :CODE_BYTES].view(torch.int32)).view(torch.int16)
+    by_row = halves.view(n_tiles, k_tiles, 8, 8, 4, 4, 2).permute(0, 2, 6, 3, 1, 4, 5)  # n i h g k t w
+    quads = by_row.to(torch.int32, memory_format=torch.contiguous_format)
+    quads &= 0xFFFF
+    quads[:, :, 1] |= 0x10000
+    return quads.view(n_tiles * TILE_ROWS, k_tiles * TILE_COLUMNS // 4)
+
+
+def _trade(words: Int32[Tensor, "*shape"]) -> Int32[Tensor, "*shape"]:
+    """Bring the four codes of row h = 0 into the lower half of each word, those of row h = 1 into the upper."""
+    traded = words & _KEEP
+    for mask, distance in _TRADES:
+        traded |= (words & mask) << distance
+        traded |= (words >> distance) & mask
+    return traded
+
+
+def _spread(codes: Int64[Tensor, " codes"], a: int) -> Int64[Tensor, " codes"]:
+    """Four-bit codes with their bits at the places of code `a` within half a word."""
+    return torch.stack([(codes >> (3 - i) & 1) << bit for i, bit in enumerate(_BITS[a])]).sum(0)
+
+
+@cache
+def _byte_words(device: torch.device) -> Int32[Tensor, "2 2 256"]:
+    """Bits of a word for each byte (two codes) of a file: [row h, first or second pair of columns, byte]."""
+    byte = torch.arange(256)
+    words = [_spread(byte & 15, a) | _spread(byte >> 4, a) << 16 for a in range(4)]
+    return torch.stack(words).view(2, 2, 256).transpose(0, 1).to(torch.int32).to(device)  # a = h + 2 * pair
+
+
+@cache
+def _quad_codes(device: torch.device) -> Int16[Tensor, " 131072"]:
+    """The four codes of each number in `_quads`, as the two bytes that a file stores."""
+    table = torch.empty(1 << 17, dtype=torch.int16)
+    quad = torch.arange(1 << 16)
+    for h, (first, second) in enumerate(_byte_words(torch.device("cpu"))):
+        words = _trade(first[quad & 255] | second[quad >> 8])
+        table[(h << 16) + (words >> 16 * h & 0xFFFF)] = quad.to(torch.int16)
+    return table.to(device)
+
+
+@cache
+def _quad_values(device: torch.device) -> Complex128[Tensor, " 131072"]:
+    """The four E2M1 values of each number in `_quads`, as one 16-byte element: looked up in a third of the time."""
+    codes = unpack_nibbles(_quad_codes(torch.device("cpu")).view(torch.uint8).view(-1, 2))
+    return torch.tensor(E2M1_VALUES)[codes.int()].view(torch.complex128).squeeze(1).to(device)

@@ -1,0 +1,60 @@
+"""w4a16: the product of activations and a packed NVFP4 weight, and its gradient.
+
+    y[m, n]  = global_scale[n] * sum_k x[m, k] * (e2m1 * block_scale)[n, k] + bias[n]
+    dx[m, k] = sum_n dy[m, n] * global_scale[n] * (e2m1 * block_scale)[n, k]
+
+Numeric contract of every path: e2m1 * block_scale enters exactly; x and dy enter in their own dtype; sums are float32;
+the global scale and the bias are applied in float32 to the finished sum; the result is rounded once, to x's dtype.
+
+Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + Nv], so callers split by true sizes
+([p.rows for p in weight.parts]) and never see the tiles. K is the true K too.
+
+    device, dtype of x      path
+    CUDA, bf16              dense.py: kernels/dequant into the scratch buffer, then cuBLAS with alpha = global scale
+    anything else           reference.py: the same in float32
+
+Neither function records a graph for autograd: nn/linear.py has the autograd function.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.kernels.layout import PackedWeight, Part, pack, unpack
+from qerl.kernels.w4a16.dense import w4a16_dense, w4a16_input_grad_dense
+from qerl.kernels.w4a16.reference import w4a16_input_grad_reference, w4a16_reference
+
+__all__ = ["PackedWeight", "Part", "pack", "unpack", "w4a16", "w4a16_input_grad"]
+
+
+def w4a16(
+    x: Float[Tensor, "*batch k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None = None
+) -> Float[Tensor, "*batch n"]:
+    """x W^T + bias. ValueError where x's last dimension is not the weight's K, or x is on another device."""
+    n, k = weight.shape
+    _check(x, k, weight)
+    product = w4a16_dense if _dense(x) else w4a16_reference
+    return product(x.reshape(-1, k), weight, bias).view(*x.shape[:-1], n)
+
+
+def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Float[Tensor, "*batch k"]:
+    """dy W, the gradient of `w4a16` with respect to x. ValueError as there, with N for K."""
+    n, k = weight.shape
+    _check(dy, n, weight)
+    product = w4a16_input_grad_dense if _dense(dy) else w4a16_input_grad_reference
+    return product(dy.reshape(-1, n), weight).view(*dy.shape[:-1], k)
+
+
+def _dense(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
+def _check(x: Tensor, size: int, weight: PackedWeight) -> None:
+    if x.shape[-1] != size:
+        raise ValueError(
+            f"a tensor of shape {list(x.shape)} against a weight of shape {list(weight.shape)}: wants [.., {size}]"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"the tensor is on {x.device}, the weight on {weight.device}: move one of them")

@@ -1,0 +1,49 @@
+"""w4a16 for many tokens on a GPU: dequantise into the scratch buffer, multiply with cuBLAS.
+
+The scratch matrix is e2m1 * block_scale, exact in bf16. One global scale for a run of rows is the GEMM's alpha: cuBLAS
+applies it, and the bias, to the float32 sum before the one rounding. Rows with scales of their own need an epilogue
+that cuBLAS lacks: their sums are written in float32 and finished by PyTorch.
+
+It costs 2.6 bytes of traffic a weight on top of the GEMM's own, so it is the path for a thousand tokens and more.
+cuBLAS may split K and add the splits in bf16 unless torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+is off.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor
+
+from qerl.kernels.dequant import dequant
+from qerl.kernels.layout import PackedWeight
+
+
+def w4a16_dense(
+    x: BFloat16[Tensor, "m k"], weight: PackedWeight, bias: BFloat16[Tensor, " n"] | None
+) -> BFloat16[Tensor, "m n"]:
+    """x W^T + bias on CUDA."""
+    n, k = weight.shape
+    dense = dequant(weight, torch.bfloat16)[:, :k]
+    y = x.new_empty(x.shape[0], n)
+    first = 0
+    for start, rows, scale in weight.runs:
+        w, out = dense[start : start + rows].T, y[:, first : first + rows]
+        b = None if bias is None else bias[first : first + rows]
+        if scale is not None:
+            torch.addmm(out if b is None else b, x, w, beta=0 if b is None else 1, alpha=scale, out=out)
+        else:
+            sums = torch.mm(x, w, out_dtype=torch.float32) * weight.row_scale[first : first + rows]
+            out.copy_(sums if b is None else sums + b)
+        first += rows
+    return y
+
+
+def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) -> BFloat16[Tensor, "m k"]:
+    """dy W on CUDA."""
+    dense = weight.without_row_padding(dequant(weight, torch.bfloat16))[:, : weight.columns]
+    scales = {scale for _, _, scale in weight.runs}
+    if len(scales) == 1 and (scale := scales.pop()) is not None:
+        return torch.addmm(dy.new_empty(()), dy, dense, beta=0, alpha=scale)
+    # K is summed over after the scale: it has to go into dy, which is rounded to bf16 once more.
+    return (dy * weight.row_scale).to(dy.dtype) @ dense

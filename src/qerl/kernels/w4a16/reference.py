@@ -1,0 +1,31 @@
+"""w4a16 in PyTorch, float32 throughout: the path of a CPU, and what every kernel is checked against.
+
+The global scale multiplies the finished sums, as in a kernel's epilogue, so that both see the same weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.kernels.dequant import dequant
+from qerl.kernels.layout import PackedWeight
+
+
+def w4a16_reference(
+    x: Float[Tensor, "m k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None
+) -> Float[Tensor, "m n"]:
+    """x W^T + bias in float32, rounded once to x's dtype."""
+    dense = dequant(weight, torch.float32)[:, : weight.columns]
+    sums = [x.float() @ dense[start : start + rows].T for start, rows, _ in weight.runs]
+    y = (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)).mul_(weight.row_scale)
+    if bias is not None:
+        y += bias
+    return y.to(x.dtype)
+
+
+def w4a16_input_grad_reference(dy: Float[Tensor, "m n"], weight: PackedWeight) -> Float[Tensor, "m k"]:
+    """dy W in float32, rounded once to dy's dtype."""
+    dense = weight.without_row_padding(dequant(weight, torch.float32))[:, : weight.columns]
+    return ((dy * weight.row_scale) @ dense).to(dy.dtype)

@@ -1,0 +1,203 @@
+import itertools
+
+import pytest
+import torch
+
+from qerl.formats.nvfp4 import E2M1_VALUES, NVFP4Tensor, dequantize, quantize, unpack_nibbles
+from qerl.kernels import layout
+from qerl.kernels.layout import TILE_BYTES, pack, unpack
+
+
+def random_tensor(n: int, k: int, seed: int = 0, global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
+    """Any code, any finite scale."""
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
+    return NVFP4Tensor(packed, scale, torch.tensor([0.125]) if global_scale is None else global_scale)
+
+
+def same(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    return (
+        torch.equal(a.packed, b.packed)
+        and torch.equal(a.block_scale.view(torch.uint8), b.block_scale.view(torch.uint8))
+        and torch.equal(a.global_scale, b.global_scale)
+    )
+
+
+def slow_tiles(t: NVFP4Tensor) -> torch.Tensor:
+    """The layout as its description reads, one bit at a time, from the thread's point of view.
+
+    A warp handles 16 rows x 64 columns. Lane 4 g + t has rows g and g + 8 and columns 16 t .. 16 t + 15 in four words
+    of four columns each. A word's registers a0..a3 of mma m16n8k16 are (row g, first pair of columns), (row g + 8,
+    first pair), (row g, second pair), (row g + 8, second pair); of a pair the even column is the lower half.
+    """
+    signs, high_exponents, low_exponents, mantissas = (15, 12, 9, 14), (8, 5, 2, 11), (7, 4, 1, 10), (6, 3, 0, 13)
+    codes = unpack_nibbles(t.packed)
+    n, k = codes.shape
+    scales = t.block_scale.view(torch.uint8)
+    tiles = torch.zeros(-(-n // 128), -(-k // 64), TILE_BYTES, dtype=torch.uint8)
+    for row, column in itertools.product(range(n), range(k)):
+        tile = tiles[row // 128, column // 64]
+        warp, in_warp = divmod(row % 128, 16)
+        lower_rows, g = divmod(in_warp, 8)
+        thread, own = divmod(column % 64, 16)
+        word, in_word = divmod(own, 4)
+        second_pair, odd = divmod(in_word, 2)
+        lane = 4 * g + thread
+        register = (0, 2)[second_pair] + lower_rows
+        code = int(codes[row, column])
+        for bit, places in zip((3, 2, 1, 0), (signs, high_exponents, low_exponents, mantissas), strict=True):
+            if code >> bit & 1:
+                place = places[register] + 16 * odd
+                tile[warp * 512 + lane * 16 + word * 4 + place // 8] |= 1 << place % 8
+        if column % 16 == 0:
+            tile[4096 + warp * 64 + lane * 2 + lower_rows] = scales[row, column // 16]
+    return tiles
+
+
+@pytest.mark.parametrize("n, k", [(128, 64), (128, 128), (256, 64), (130, 80), (16, 16), (1, 48)])
+def test_tiles_are_as_described(n, k):
+    t = random_tensor(n, k)
+    assert torch.equal(pack([t]).tiles, slow_tiles(t))
+
+
+def test_every_bit_of_a_tile_is_some_code_or_scale():
+    """Each of a tile's 8192 codes and 512 scales, all ones, alone: together they cover every bit once."""
+    seen = torch.zeros(TILE_BYTES * 8, dtype=torch.int32)
+    zeros = NVFP4Tensor(
+        torch.zeros(128, 32, dtype=torch.uint8),
+        torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.ones(1),
+    )
+    for row in range(128):
+        for nibble in (0x0F, 0xF0):
+            for byte in range(32):
+                packed = zeros.packed.clone()
+                packed[row, byte] = nibble
+                bits = pack([zeros._replace(packed=packed)]).tiles.flatten()
+                seen += (bits[:, None] >> torch.arange(8) & 1).flatten()
+        for block in range(4):
+            scale = zeros.block_scale.view(torch.uint8).clone()
+            scale[row, block] = 255
+            bits = pack([zeros._replace(block_scale=scale.view(torch.float8_e4m3fn))]).tiles.flatten()
+            seen += (bits[:, None] >> torch.arange(8) & 1).flatten()
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+def test_masked_codes_are_bf16_numbers():
+    """The decode that the layout is made for: shift, mask, read as bf16, times 2^126."""
+    t = random_tensor(128, 64)
+    words = pack([t]).tiles[0, 0, : layout.CODE_BYTES].view(torch.int32).view(8, 8, 4, 4)  # i g t w
+    values = torch.tensor(E2M1_VALUES)[unpack_nibbles(t.packed).int()].view(8, 2, 8, 4, 4, 2, 2)  # i h g t w pair odd
+    mask = 0x81C081C0 - (1 << 32)
+    for a in range(4):
+        word = (
+            ((words << 1) & (0x80008000 - (1 << 32)) | (words >> 3) & 0x01800180 | (words >> 7) & 0x00400040)
+            if a == 3
+            else (words << 3 * a) & mask
+        )
+        lanes = word.contiguous().view(torch.bfloat16).view(8, 8, 4, 4, 2).double() * 2.0**126
+        assert torch.equal(lanes, values[:, a % 2, :, :, :, a // 2].double())
+
+
+@pytest.mark.parametrize("n, k", [(128, 64), (256, 192), (130, 80), (1, 16), (300, 208), (576, 576)])
+def test_unpack_is_the_inverse(n, k):
+    t = random_tensor(n, k, seed=n)
+    assert same(unpack(pack([t])), t)
+
+
+def test_every_quad_of_codes_survives():
+    """All 2^16 combinations of four neighbouring codes, in rows of both halves of a 16-row fragment."""
+    packed = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.uint8).view(128, -1)
+    packed = torch.cat([packed, packed.roll(8, 0)])
+    t = NVFP4Tensor(packed, torch.ones(256, packed.shape[1] // 8).to(torch.float8_e4m3fn), torch.ones(1))
+    weight = pack([t])
+    assert same(unpack(weight), t)
+    assert torch.equal(weight.dequantize()[0], dequantize(t))
+
+
+def test_padding_is_zero():
+    weight = pack([random_tensor(130, 80)])
+    whole = torch.full(weight.padded_shape, torch.nan)
+    layout.decode(weight, whole)
+    assert weight.padded_shape == (256, 128)
+    assert not whole[130:].any() and not whole[:, 80:].any()
+    assert not weight.global_scale[130:].any()
+
+
+def test_parts_are_whole_tiles_one_after_another():
+    parts = [random_tensor(n, 64, seed=n) for n in (256, 64, 130)]
+    weight = pack(parts)
+    assert [(p.start, p.rows) for p in weight.parts] == [(0, 256), (256, 64), (384, 130)]
+    assert weight.shape == (450, 64) and weight.padded_shape == (640, 64)
+    assert torch.equal(weight.tiles, torch.cat([slow_tiles(t) for t in parts]))
+    whole = unpack(weight)
+    assert torch.equal(whole.packed, torch.cat([t.packed for t in parts]))
+    for i, t in enumerate(parts):
+        assert same(unpack(weight.part(i)), t)
+
+
+def test_rows_that_touch_are_one_run():
+    shared, other = torch.tensor([0.5]), torch.tensor([0.25])
+    parts = [
+        random_tensor(n, 64, global_scale=g)
+        for n, g in ((128, shared), (256, shared), (64, shared), (128, shared), (128, other))
+    ]
+    assert [tuple(run) for run in pack(parts).runs] == [(0, 448, 0.5), (512, 128, 0.5), (640, 128, 0.25)]
+
+
+def test_each_part_keeps_its_global_scale():
+    parts = [random_tensor(64, 32, global_scale=torch.tensor([g])) for g in (0.1, 0.7)]
+    weight = pack(parts)
+    assert [p.global_scale for p in weight.parts] == [torch.tensor(0.1).item(), torch.tensor(0.7).item()]
+    assert torch.equal(weight.row_scale, torch.tensor([0.1] * 64 + [0.7] * 64))
+    assert torch.equal(dequantize(unpack(weight)), torch.cat([dequantize(t) for t in parts]))
+
+
+def test_rows_may_have_global_scales_of_their_own():
+    t = random_tensor(100, 32, global_scale=torch.rand(100))
+    weight = pack([t])
+    assert weight.parts[0].global_scale is None
+    assert same(unpack(weight), t)
+
+
+def test_views_share_the_storage_and_follow_a_move():
+    weight = pack([random_tensor(128, 64), random_tensor(64, 64, seed=1), random_tensor(128, 64, seed=2)])
+    second, third = weight.part(1), weight.part(2)
+    assert second.tiles.data_ptr() == weight.tiles[1].data_ptr()
+    assert third.tiles.data_ptr() == weight.tiles[2].data_ptr()
+    second.to_("meta")
+    assert {w.tiles.device.type for w in (weight, second, third)} == {"meta"}
+    assert weight.storage is second.storage is third.storage
+
+
+def test_all_tensors_are_integers():
+    weight = pack([random_tensor(64, 64)])
+    assert weight.tiles.dtype == torch.uint8 and weight.global_scale.dtype == torch.int32
+
+
+def test_parts_of_different_k_are_refused():
+    with pytest.raises(ValueError, match=r"same K, got \[64, 32\]"):
+        pack([random_tensor(16, 64), random_tensor(16, 32)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dequantize_is_exact_in_every_dtype(dtype):
+    t = random_tensor(130, 80)
+    dense, scale = pack([t]).dequantize(dtype)
+    assert dense.dtype == dtype and torch.equal(scale, t.global_scale.expand(130))
+    assert torch.equal(dense.float(), dequantize(t._replace(global_scale=torch.ones(1))))
+
+
+def test_pieces_change_nothing(monkeypatch):
+    weight = pack([random_tensor(700, 64)])
+    whole = weight.dequantize()[0]
+    monkeypatch.setitem(layout._PIECE, "cpu", 2 * 128 * 64)
+    assert torch.equal(weight.dequantize()[0], whole)
+
+
+def test_a_quantised_matrix_comes_back_through_both_ways():
+    weight = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
+    t = quantize(weight)
+    dense, scale = pack([t]).dequantize()
+    assert torch.equal(dense * scale[:, None], dequantize(t))

@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
+from qerl.kernels.layout import PackedWeight, pack
+from qerl.kernels.w4a16 import w4a16, w4a16_input_grad
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [((128,), 64), ((96,), 80), ((128, 64, 64), 128), ((256, 128, 128), 192), ((16, 300), 48)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    return request.param
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(rows: tuple[int, ...], k: int, device: str, shared: bool = True) -> tuple[PackedWeight, torch.Tensor]:
+    """A packed weight and its exact dense values in float64, scales and all."""
+    whole = quantize(draw(sum(rows), k)).global_scale
+    parts = [quantize(draw(n, k, seed=n) * (i + 1), global_scale=whole if shared else None) for i, n in enumerate(rows)]
+    dense = [exact(t) for t in parts]
+    weight = pack(parts)
+    weight.to_(device)
+    return weight, torch.cat(dense).to(device)
+
+
+def exact(t: NVFP4Tensor) -> torch.Tensor:
+    unscaled = dequantize(t._replace(global_scale=torch.ones(1))).double()
+    return unscaled * t.global_scale.double()[:, None]
+
+
+def assert_rounded_once(result: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """Within one rounding to the result's dtype plus float32 summation error on `magnitude` (a sum of absolutes)."""
+    unit = torch.finfo(result.dtype).eps / 2
+    assert ((result.double() - expected).abs() <= unit * expected.abs() * 1.001 + 2e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rows, k", SHAPES)
+def test_product(rows, k, shared, with_bias, dtype, device):
+    weight, dense = make(rows, k, device, shared)
+    x = draw(2, 5, k, seed=1).to(device, dtype)
+    bias = draw(sum(rows), seed=2).to(device, dtype) if with_bias else None
+    y = w4a16(x, weight, bias)
+    b = 0 if bias is None else bias.double()
+    assert y.shape == (2, 5, sum(rows)) and y.dtype == dtype
+    assert_rounded_once(y, x.double() @ dense.T + b, x.double().abs() @ dense.abs().T + abs(b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, k", SHAPES)
+def test_input_gradient(rows, k, dtype, device):
+    weight, dense = make(rows, k, device)
+    dy = draw(2, 5, sum(rows), seed=1).to(device, dtype)
+    dx = w4a16_input_grad(dy, weight)
+    assert dx.shape == (2, 5, k) and dx.dtype == dtype
+    assert_rounded_once(dx, dy.double() @ dense, dy.double().abs() @ dense.abs())
+
+
+def test_input_gradient_with_several_global_scales(device):
+    weight, dense = make((128, 64), 64, device, shared=False)
+    dy = draw(5, 192, seed=1).to(device, torch.bfloat16)
+    dx = w4a16_input_grad(dy, weight)
+    assert torch.allclose(dx.double(), dy.double() @ dense, rtol=0.02, atol=0.02)
+
+
+def test_rows_with_scales_of_their_own(device):
+    t = quantize(draw(96, 64))._replace(global_scale=torch.linspace(0.5, 2, 96))
+    weight = pack([t])
+    weight.to_(device)
+    x, bias = draw(7, 64, seed=1).to(device, torch.bfloat16), draw(96, seed=2).to(device, torch.bfloat16)
+    dense = exact(t).to(device)
+    expected = x.double() @ dense.T + bias.double()
+    assert_rounded_once(w4a16(x, weight, bias), expected, x.double().abs() @ dense.abs().T + bias.double().abs())
+
+
+def test_a_fused_product_is_its_parts_side_by_side(device):
+    weight, _ = make((128, 64, 16), 96, device)
+    x = draw(5, 96, seed=1).to(device)
+    parts = [w4a16(x, weight.part(i)) for i in range(3)]
+    fused = w4a16(x, weight).split([p.rows for p in weight.parts], dim=-1)
+    for part, piece in zip(parts, fused, strict=True):
+        assert torch.allclose(part, piece, rtol=1e-6, atol=1e-6)
+
+
+def test_the_global_scale_stays_out_of_the_bf16_weights(device):
+    """Folding it into rounded weights would change most of them; the product shows which was done."""
+    weight, dense = make((128,), 64, device)
+    x = torch.eye(64, device=device, dtype=torch.bfloat16)
+    assert torch.equal(w4a16(x, weight), dense.T.float().bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (64,)])
+def test_any_number_of_tokens(shape, device):
+    weight, _ = make((128,), 64, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        y = w4a16(torch.ones(shape, device=device, dtype=dtype), weight)
+        assert y.shape == (*shape[:-1], 128)
+        assert w4a16_input_grad(y, weight).shape == shape
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    weight, _ = make((128,), 64, "cpu")
+    with pytest.raises(ValueError, match=r"shape \[3, 80\] against a weight of shape \[128, 64\]: wants \[.., 64\]"):
+        w4a16(torch.zeros(3, 80), weight)
+    with pytest.raises(ValueError, match=r"wants \[.., 128\]"):
+        w4a16_input_grad(torch.zeros(3, 64), weight)
+
+
+def test_another_device_is_refused():
+    weight, _ = make((128,), 64, "cpu")
+    with pytest.raises(ValueError, match="the tensor is on meta, the weight on cpu"):
+        w4a16(torch.zeros(3, 64, device="meta"), weight)
