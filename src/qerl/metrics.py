@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
     # noise
     Metric("noise/sigma", "1", "Standard deviation of the noise added to norm weights in this step's rollout."),
     Metric("noise/vectors", "vectors", "Norm vectors that the noise changed in the engine; 0 while sigma is 0."),
-    Metric("noise/relative", "1", "Root mean square of Z/w over all noisy norm weights: relative change behind them."),
+    Metric("noise/relative", "1", "Noise against the norm weights it is added to: |Z| / |w|, rms over norms."),
     # evaluation: held-out problems, adapters on, noise off
     Metric("eval/accuracy", "share", "Mean over problems of the share of right sampled completions."),
     Metric("eval/accuracy_greedy", "share", "Problems solved by greedy decoding."),

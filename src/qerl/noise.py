@@ -65,6 +65,8 @@ def completion_stream(prompt: int, sample: int) -> int:
     return (prompt + 1) << 32 | (sample + 1)
 
 
+# PAPER: section 3.3 derives noise on the norm from noise on the weights, W + Z. The two are not equal: what runs is the
+# norm form, w + Z, whose effect on the weights is a factor 1 + Z/w for each input channel, on adapters too.
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseRows:
     """What a norm adds to its weight: one row a stream, and each token's row."""
@@ -85,6 +87,7 @@ class NoiseDraw:
     """The rollout that the noise belongs to, counted over the whole run."""
     sigma: float
     """Standard deviation of Z; 0 is no noise."""
+    # PAPER: a new Z each forward pass in section 3.3, each step in algorithm 1, each rollout in the published code.
     per: NoisePer = "rollout"
     """Who shares a Z; see the module docstring."""
 
@@ -269,6 +272,7 @@ class NoiseSchedule:
 
     def stage(self, rollout: int) -> int:
         """The stage of a rollout, counted from 0; rollouts past the end stay in the last."""
+        # PAPER: stages are counted over the whole run; the published code starts over with each epoch.
         return min(self.num_stages - 1, rollout * self.num_stages // self.total_rollouts)
 
     def sigma(self, rollout: int) -> float:
@@ -385,21 +389,18 @@ MonitorAction = Literal["none", "warn", "disable_noise", "cut_lr", "rollback"]
 
 
 def relative_noise(model: nn.Module, draw: NoiseDraw, stream: int = ROLLOUT_STREAM) -> float:
-    """Root mean square of Z/w over all channels of all sites: the relative change of the weights that follow.
+    """|Z| / |w| of a site, root mean square over all sites: how much of a norm's output is noise, 0.1 for a tenth.
 
-    Channels with w = 0, which noise alone makes live, are left out.
+    Not the mean of Z/w by channel: a few channels with w near 0, which hardly count in the output, would be all of it.
     """
     if draw.sigma == 0:
         return 0.0
-    sites = noise_sites(model)
-    squares, channels = torch.zeros((), dtype=torch.float64), 0
-    for number, site in enumerate(sites):
-        weight = site.weight.detach().float().flatten()
-        streams = torch.tensor([stream], device=weight.device)
-        ratio = draw.rows(number, streams, weight.numel())[0][weight != 0] / weight[weight != 0]
-        squares += ratio.double().square().sum().cpu()
-        channels += ratio.numel()
-    return math.sqrt(squares.item() / max(channels, 1))
+    squares: list[Tensor] = []
+    for number, site in enumerate(noise_sites(model)):
+        weight = site.weight.detach().float()
+        z = draw.rows(number, torch.tensor([stream], device=weight.device), weight.numel())
+        squares.append(z.square().sum() / weight.square().sum())
+    return torch.stack(squares).mean().sqrt().item()
 
 
 class NoiseMonitor:
