@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -514,3 +516,15 @@ def test_what_the_monitor_does_above_its_limit(action, kl, first, second, disabl
     assert resumed.judge(kl) == second
     assert resumed.noise_disabled is disabled
     assert resumed.num_divergences == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ docs
+
+
+def test_the_table_of_schedules_in_the_docs_is_what_the_code_computes():
+    text = (Path(__file__).parents[2] / "docs" / "noise.md").read_text()
+    for row in ("exponential", "paper_exponent", "linear", "cosine", "logarithmic"):
+        (cells,) = re.findall(rf"^\| {row} \| (0 .*) \|$", text, re.MULTILINE)
+        kind = "exponential" if row == "paper_exponent" else row
+        values = sigmas(kind, total=10, paper_exponent=row == "paper_exponent")
+        assert [float(cell) for cell in cells.split("|")] == pytest.approx([1e3 * v for v in values], abs=0.0051)
