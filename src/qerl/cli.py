@@ -139,3 +139,7 @@ def main() -> None:
     except (ConfigError, ValueError) as error:
         print(f"qerl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

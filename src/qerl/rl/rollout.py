@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qerl import philox
 from qerl.config import RunConfig
 from qerl.engine import Engine
-from qerl.philox import fold
 from qerl.rl.advantage import overlong_punishment, reward_varies
 from qerl.tasks import Task
 from qerl.tasks.chat import encode_prompt
@@ -70,8 +70,8 @@ class PromptStream:
             return position
         epoch, offset = divmod(position, size)
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(fold(self.seed, DATA_KEY, epoch) >> 1)
-            self._order = (epoch, torch.randperm(size, generator=generator).tolist())
+            draws = philox.uniform(philox.fold(self.seed, DATA_KEY, epoch), torch.zeros(1, dtype=torch.int64), size)[0]
+            self._order = (epoch, draws.argsort(stable=True).tolist())
         return self._order[1][offset]
 
 
@@ -107,7 +107,7 @@ def collect_groups(
         requests = [
             Request(
                 prompt_ids=prompt_ids,
-                seeds=[fold(config.seed, step, next_prompt + i, sample) for sample in range(rollout.num_generations)],
+                seeds=[philox.fold(config.seed, step, next_prompt + i, sample) for sample in range(rollout.num_generations)],
                 max_new_tokens=rollout.max_completion_length,
                 prompt_index=next_prompt + i,
             )

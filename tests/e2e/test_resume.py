@@ -1,0 +1,123 @@
+"""A run that was killed and resumed equals the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+# Noise, two epochs over a small file, several updates per rollout, accumulation over micro-batches, trained norms.
+SETTINGS = [
+    "steps=6",
+    "save_every=2",
+    "model.path=embedded",
+    "lora.r=4",
+    "lora.train_norms=true",
+    "task.name=gsm8k",
+    "rollout.prompts_per_step=4",
+    "rollout.num_generations=4",
+    "rollout.max_completion_length=16",
+    "loss.num_iterations=2",
+    "loss.updates_per_rollout=2",
+    "noise.num_stages=3",
+    "noise.per=completion",
+    "optimizer.learning_rate=1e-3",
+    "optimizer.micro_batch_tokens=160",
+    "eval.every=2",
+    "eval.num_problems=4",
+]
+NOT_COMPARED = ("time/", "memory/", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Twelve sums in GSM8K's file format: six steps of four prompts are two epochs."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for name, start in (("train", 10), ("test", 50)):
+        rows = [{"question": f"{start + i}+{i}=?", "answer": f"It is.\n#### {start + 2 * i}"} for i in range(12)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(output_dir: Path, data: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "qerl.cli", "train", f"output_dir={output_dir}", f"task.path={data}", *SETTINGS, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert metrics(one) == metrics(other)
+    assert (one / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
+    a, b = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys()
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, data) -> Path:
+    output_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    finish(start(output_dir, data))
+    rows = metrics(output_dir)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert any(row["noise/sigma"] > 0 for row in rows[1:])
+    assert rows[1]["num_updates"] == 4
+    return output_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [1, 3, 4, 6])  # metrics lines at the kill: before, at and after checkpoints
+def test_a_kill_changes_nothing(lines, unbroken, data, tmp_path):
+    process = start(tmp_path / "run", data)
+    path = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finish(start(tmp_path / "run", data, "--resume"))
+    assert_same_run(unbroken, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_leaves(number, unbroken, data, tmp_path):
+    process = start(tmp_path / "run", data)
+    path = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: path.exists() and path.read_text().count("\n") >= 2, process)
+    process.send_signal(number)
+    output = finish(process, code=130)
+    assert "--resume" in output
+    finish(start(tmp_path / "run", data, "--resume"))
+    assert_same_run(unbroken, tmp_path / "run")
+
+
+def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
+    output = finish(start(unbroken, data, "--resume", "optimizer.learning_rate=2e-3"), code=2)
+    assert "optimizer.learning_rate: 0.001 in the checkpoint, 0.002 now" in output
+
+
+def test_a_finished_run_is_not_overwritten(unbroken, data):
+    assert "holds a run already" in finish(start(unbroken, data), code=2)
