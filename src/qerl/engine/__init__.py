@@ -1,1 +1,6 @@
-"""TODO."""
+"""Token ids in, completions out, sampled from the trainer's own packed weights. docs/engine.md: a request's life."""
+
+from qerl.engine.api import Engine, Progress, SyncReport
+from qerl.engine.engine import build_engine
+
+__all__ = ["Engine", "Progress", "SyncReport", "build_engine"]

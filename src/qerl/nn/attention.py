@@ -105,8 +105,20 @@ def packed_attention(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise ValueError(f"{type(module).__name__} is not told where packed sequences end: not supported")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend_packed(query[0], key[0], value[0], packing, scaling, sliding_window)[None], None
+
+
+def attend_packed(
+    query: Float[Tensor, "heads t d"],
+    key: Float[Tensor, "kv_heads t d"],
+    value: Float[Tensor, "kv_heads t d"],
+    packing: Packing,
+    scaling: float | None = None,
+    window: int | None = None,
+) -> Float[Tensor, "t heads d"]:
+    """Causal attention of each sequence of a row within itself; scaling defaults to 1 / sqrt(d). Also the engine's."""
     attend = _varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _segments
-    return attend(query[0], key[0], value[0], packing, scaling, sliding_window)[None], None
+    return attend(query, key, value, packing, scaling, window)
 
 
 def _varlen(

@@ -1,0 +1,77 @@
+"""What an engine is: two calls, the same for every implementation.
+
+    sync(draw)                     the policy as the trainer holds it now, with this noise
+    generate(requests, sampling)   completions of prompts, all as token ids
+
+`PagedEngine` (engine.py) and `TransformersEngine` (hf.py) implement it; rl/ and evaluate.py call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qerl.noise import NoiseDraw
+from qerl.types import Completion, Request, SamplingParams
+
+Progress = Callable[[int, int], None]
+"""Called with (completions that have ended, completions in all)."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What reached the engine, and what it changes: the largest |difference| of a logit on the probe's few tokens."""
+
+    num_adapters: int
+    """Linears with an adapter."""
+    num_live_adapters: int
+    """Those whose B is not all zero."""
+    num_noised_vectors: int
+    """Norm vectors that are noisy."""
+    adapter_change: float
+    """Against the same policy without adapters; 0 while every B is zero."""
+    noise_change: float
+    """Against the same policy without noise; 0 without noise."""
+
+
+class Engine(Protocol):
+    """Samples completions from the trainer's model."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[list[Completion]]:
+        """One list a request, one completion a seed, in their order.
+
+        ValueError, before any work, for a prompt without tokens or with ids that the vocabulary lacks, and for a
+        request that can never fit into the engine's memory.
+        """
+        ...
+
+    def sync(self, draw: NoiseDraw | None) -> SyncReport:
+        """Take over the trainer's adapters and norms; noise is drawn anew, or off. Nothing cached outlives it.
+
+        RuntimeError if adapters with a non-zero B, or noise with a positive sigma, leave the logits as they are.
+        """
+        ...
+
+
+def check_requests(requests: Sequence[Request], vocab_size: int) -> None:
+    """ValueError for a request that no engine can run."""
+    for i, request in enumerate(requests):
+        if not request.prompt_ids:
+            raise ValueError(
+                f"request {i} has no prompt tokens: a completion needs at least one, such as the BOS token"
+            )
+        if request.max_new_tokens < 0:
+            raise ValueError(f"request {i}: max_new_tokens must be 0 or more, got {request.max_new_tokens}")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+            raise ValueError(
+                f"request {i} has token ids outside the model's vocabulary of {vocab_size}: "
+                "was it encoded with another model's tokenizer?"
+            )
+
+
+def empty_completion() -> Completion:
+    """What max_new_tokens = 0 gives."""
+    return Completion(token_ids=[], logprobs=[], entropies=[], finish_reason="length")

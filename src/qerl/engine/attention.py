@@ -1,0 +1,75 @@
+"""Causal attention over paged keys and values: of whole prompts, and of one new token a sequence.
+
+    y = softmax(q K^T * scale) V       K, V: of the token's own sequence, up to itself
+
+Both classes are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k; both
+first write k and v to the cache. `PromptAttention` needs no page table, since a prompt is its own whole context;
+`DecodeAttention` copies the pages of all sequences side by side and masks what lies past each one's end: a reference
+that a paged kernel replaces where speed matters. Leaves out sliding windows (engine/model.py refuses contexts that
+would need one) and prompts that are continued from pages.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from qerl.engine.kv_cache import PAGE_SIZE, KVCache
+from qerl.nn.attention import Packing, attend_packed
+
+
+class Attention(Protocol):
+    """What the decoder calls in every layer."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "t heads d"],
+        k: Float[Tensor, "t kv_heads d"],
+        v: Float[Tensor, "t kv_heads d"],
+    ) -> Float[Tensor, "t heads_d"]:
+        """Attention of t tokens; heads are concatenated in the result."""
+        ...
+
+
+class PromptAttention:
+    """Several prompts in one row of tokens, as `Packing` says; each sees itself only."""
+
+    def __init__(
+        self, lengths: list[int], device: torch.device, write_to: tuple[KVCache, Int64[Tensor, " t"]] | None = None
+    ) -> None:
+        """write_to: a cache, and the row in it of each token; None: keys and values are not kept."""
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self._packing = Packing(ends.to(device), tuple(lengths))
+        self._write_to = write_to
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attention`."""
+        if self._write_to is not None:
+            cache, rows = self._write_to
+            cache.write(layer, rows, k, v)
+        return attend_packed(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._packing).flatten(1)
+
+
+class DecodeAttention:
+    """One token of each of b sequences, at the end of its pages."""
+
+    def __init__(self, cache: KVCache, page_table: Int64[Tensor, "b pages"], positions: Int64[Tensor, " b"]) -> None:
+        """positions: of the new token in its sequence; page_table has enough pages for the longest."""
+        self._cache, self._page_table = cache, page_table
+        page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
+        self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
+        columns = torch.arange(page_table.shape[1] * PAGE_SIZE, device=positions.device)
+        self._mask = (columns <= positions[:, None])[:, None, None]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attention`."""
+        self._cache.write(layer, self._rows, k, v)
+        keys, values = (x.transpose(1, 2) for x in self._cache.read(layer, self._page_table))
+        # The query heads that share a key head are the rows of one product, so keys and values are not repeated.
+        q = q.unflatten(1, (keys.shape[1], -1))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask).flatten(1)

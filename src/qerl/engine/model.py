@@ -1,0 +1,157 @@
+"""The rollout policy: a decoder over the trainer's own tensors, for packed tokens and paged keys and values.
+
+    x = embedding[token]
+    per layer   q, k, v = qkv(norm(x));  x += o(attend(rotate(q), rotate(k), v))       norm: noisy (engine/norms.py)
+                gate, up = gate_up(norm(x));  x += down(silu(gate) * up)
+    logits = head(final_norm(x))
+
+Knows Llama, Mistral, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norms on the heads of q and k); `unsupported` says why a
+model is none of these. Weights, embedding and head are the model's, read at every call; adapters and norm vectors are
+copies that `sync` refreshes; rotary angles come from the model's own module, so that scaled positions are right.
+Rounding follows the trainer's forward pass: activations in the embedding's dtype, norms in fp32, products as in
+projection.py.
+
+Called by the runner, with an attention of attention.py, and by the probe. Leaves out sliding windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from qerl.engine.attention import Attention
+from qerl.engine.norms import Gains, NormBuffers, rms_norm
+from qerl.engine.projection import Projection, base_linear
+from qerl.nn import structure
+from qerl.nn.lora import LoraLinear
+from qerl.noise import SITE_NAMES, NoiseDraw
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Scalings of rotary angles that do not depend on the sequence's length, so that cached keys stay right."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+
+
+class Decoder:
+    """See the module's text. All sizes of the cache are here: num_layers, kv_heads, head_dim, dtype, device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: transformers' causal language model, with or without PEFT, that `unsupported` has nothing against."""
+        body, head = structure.decoder(model), structure.head(model)
+        embedding, final_norm = cast(nn.Embedding, body.get_input_embeddings()), cast(nn.Module, body.norm)
+        layers: list[Any] = list(structure.decoder_layers(model))
+        self._embedding: Float[Tensor, "v h"] = embedding.weight.detach()
+        self._head, self._head_bias = head.weight.detach(), head.bias
+        self._rotary: Any = body.rotary_emb
+        self._eps: float = body.config.rms_norm_eps
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self.vocab_size, self.num_layers = len(self._embedding), len(layers)
+        self.head_dim: int = layers[0].self_attn.head_dim
+        self.kv_heads = base_linear(layers[0].self_attn.k_proj).out_features // self.head_dim
+        self._layers = [
+            _Layer(
+                self._projection(layer.self_attn, "q_proj", "k_proj", "v_proj"),
+                self._projection(layer.self_attn, "o_proj"),
+                self._projection(layer.mlp, "gate_proj", "up_proj"),
+                self._projection(layer.mlp, "down_proj"),
+            )
+            for layer in layers
+        ]
+        heads = [
+            getattr(layer.self_attn, name)
+            for layer in layers
+            for name in ("q_norm", "k_norm")
+            if hasattr(layer.self_attn, name)
+        ]
+        self._has_head_norms = bool(heads)
+        self.norms = NormBuffers(
+            [getattr(layer, name) for layer in layers for name in SITE_NAMES], [final_norm, *heads]
+        )
+
+    def _projection(self, module: nn.Module, *names: str) -> Projection:
+        return Projection([getattr(module, name) for name in names], self.dtype)
+
+    @property
+    def projections(self) -> list[Projection]:
+        """All products, layer by layer."""
+        return [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+    def sync(self, draw: NoiseDraw | None) -> tuple[Float32[Tensor, " adapters"], int]:
+        """Copy adapters and norms from the model; the largest |B| of each adapter, the number of noisy vectors."""
+        largest = [b for projection in self.projections for b in projection.sync()]
+        return torch.stack(largest) if largest else torch.zeros(0), self.norms.sync(draw)
+
+    def forward(
+        self,
+        tokens: Int64[Tensor, " t"],
+        positions: Int64[Tensor, " t"],
+        gains: Gains,
+        attend: Attention,
+        *,
+        adapter_gain: float = 1.0,
+    ) -> Float[Tensor, "t h"]:
+        """Hidden states after the final norm. `attend` says what each token sees; adapter_gain multiplies adapters."""
+        x = F.embedding(tokens, self._embedding)
+        cos, sin = (angle[0][:, None] for angle in self._rotary(x, positions[None]))
+        final_norm, *head_norms = self.norms.others
+        for i, layer in enumerate(self._layers):
+            normed = rms_norm(x, gains.of_site(2 * i), self._eps)
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in layer.qkv(normed, adapter_gain))
+            if self._has_head_norms:
+                q, k = rms_norm(q, head_norms[2 * i], self._eps), rms_norm(k, head_norms[2 * i + 1], self._eps)
+            mixed = attend(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            x = x + layer.o(mixed, adapter_gain)[0]
+            gate, up = layer.gate_up(rms_norm(x, gains.of_site(2 * i + 1), self._eps), adapter_gain)
+            x = x + layer.down(F.silu(gate) * up, adapter_gain)[0]
+        return rms_norm(x, final_norm, self._eps)
+
+    def logits(self, hidden: Float[Tensor, "t h"]) -> Float32[Tensor, "t v"]:
+        """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py), then fp32."""
+        return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias).float()
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Why this engine cannot sample from the model; None if it can."""
+    config = structure.decoder(model).config
+    if config.model_type not in FAMILIES:
+        return f"its architecture is {config.model_type}, not one of {', '.join(FAMILIES)}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        return f"its rotary embedding is {rope_type}, not one of {', '.join(ROPE_TYPES)}"
+    inside = {id(module) for layer in structure.decoder_layers(model) for module in layer.modules()}
+    odd = [
+        name
+        for name, module in structure.causal_lm(model).named_modules()
+        if isinstance(module, BaseTunerLayer) and not (isinstance(module, LoraLinear) and id(module) in inside)
+    ]
+    if odd:
+        return f"it has adapters that are not LoRA on a decoder layer's linear, such as {odd[0]}"
+    return None
+
+
+def sliding_window(model: nn.Module) -> int | None:
+    """Tokens that a token of some layer can see at most, itself included; None without such a limit."""
+    config = structure.decoder(model).config
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _rotate(x: Float[Tensor, "t heads d"], cos: Float[Tensor, "t 1 d"], sin: Float[Tensor, "t 1 d"]) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,134 @@
+"""One product for all linears that read the same input (q, k, v; gate, up), with their adapters.
+
+    y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T         i = q, k, v;  in the trainer's order and rounding (nn/lora.py)
+
+The base weight is the trainer's own tensor, never a copy. Linears that are neighbours in one PackedWeight, or whose
+dense weights are neighbouring rows of one tensor, are one product; others are one each. Adapters are copies: all A_i
+stacked [sum of r, K] and each B_i [N_i, r_i], rounded once to the activations' dtype, written in place by `sync`.
+
+Called by model.py. Leaves out all adapters but LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32
+from torch import Tensor, nn
+
+from qerl.kernels.layout import PackedWeight
+from qerl.kernels.w4a16 import w4a16
+from qerl.nn.linear import PackedLinear
+from qerl.nn.lora import lora_factors
+
+Weight = PackedWeight | Tensor
+
+
+class Projection:
+    """x [.., K] -> y_0 [.., N_0], y_1 [.., N_1], ...: one of a decoder layer's four products."""
+
+    def __init__(self, linears: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        """linears: as they stand in the model, with or without PEFT's wrapper; dtype: of x."""
+        self._linears = list(linears)
+        self._dtype = dtype
+        self._bases = [base_linear(linear) for linear in linears]
+        self._sizes = [base.out_features for base in self._bases]
+        self._products = _fuse(self._bases)
+        self._ranks: list[int] = []
+        self._a: Float[Tensor, "r_sum k"] | None = None
+        self._b: list[Float[Tensor, "n r"]] = []
+        self._scalings: list[float] = []
+
+    def __call__(self, x: Float[Tensor, "*batch k"], gain: float = 1.0) -> Sequence[Float[Tensor, "*batch n"]]:
+        """One output a linear; `gain` multiplies the adapters' part (the probe asks for 0 and for large ones)."""
+        outputs = [_product(x, weight, bias) for weight, bias in self._products]
+        if len(outputs) < len(self._sizes):
+            (whole,) = outputs
+            outputs = whole.split(self._sizes, dim=-1)
+        if self._a is None or gain == 0:
+            return outputs
+        inner = F.linear(x, self._a).split(self._ranks, dim=-1)
+        return [
+            torch.add(y, F.linear(u, b), alpha=scaling * gain) if b.shape[1] else y
+            for y, u, b, scaling in zip(outputs, inner, self._b, self._scalings, strict=True)
+        ]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The trainer's tensors that the products read."""
+        return [weight for weight, _ in self._products]
+
+    def sync(self) -> list[Float32[Tensor, ""]]:
+        """Copy the adapters that the trainer's linears apply now; the largest |B| of each."""
+        factors = [lora_factors(linear) for linear in self._linears]
+        ranks = [0 if f is None else f.a.shape[0] for f in factors]
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self._a, self._b = None, []
+            if any(ranks):
+                width, device = self._bases[0].in_features, self._bases[0].weight.device
+                self._a = torch.empty(sum(ranks), width, dtype=self._dtype, device=device)
+                self._b = [self._a.new_empty(n, r) for n, r in zip(self._sizes, ranks, strict=True)]
+        self._scalings = [0.0 if f is None else f.scaling for f in factors]
+        if self._a is None:
+            return []
+        for a, b, f in zip(self._a.split(ranks), self._b, factors, strict=True):
+            if f is not None:
+                a.copy_(f.a)
+                b.copy_(f.b)
+        return [f.b.detach().abs().amax() for f in factors if f is not None]
+
+
+def base_linear(linear: nn.Module) -> nn.Linear:
+    """The linear under PEFT's wrapper, or the linear itself."""
+    unwrap = getattr(linear, "get_base_layer", None)
+    base = unwrap() if unwrap is not None else linear
+    assert isinstance(base, nn.Linear)
+    return base
+
+
+def _fuse(bases: list[nn.Linear]) -> list[tuple[Weight, Tensor | None]]:
+    """(weight, bias) of each product to compute: one for all linears where their storage allows, else one each."""
+    weights = [base.packed if isinstance(base, PackedLinear) else base.weight.detach() for base in bases]
+    biases: list[Tensor] = [base.bias for base in bases if base.bias is not None]
+    whole = _neighbours(weights) if len(biases) in (0, len(bases)) else None
+    if whole is None:
+        return [(weight, base.bias) for weight, base in zip(weights, bases, strict=True)]
+    return [(whole, torch.cat(biases) if biases else None)]
+
+
+def _neighbours(weights: Sequence[Weight]) -> Weight | None:
+    """The one weight that all of them are rows of, in order and without a gap; None if they are not."""
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    dense = [w for w in weights if isinstance(w, Tensor)]
+    if packed and dense:
+        return None
+    return _neighbours_packed(packed) if packed else _neighbours_dense(dense)
+
+
+def _neighbours_packed(weights: list[PackedWeight]) -> PackedWeight | None:
+    first = weights[0]
+    parts, end = [], first.first_row
+    for w in weights:
+        if w.storage is not first.storage or w.first_row != end:
+            return None
+        parts += [part._replace(start=w.first_row - first.first_row + part.start) for part in w.parts]
+        end += w.padded_shape[0]
+    return PackedWeight(first.storage, first.columns, tuple(parts), first.first_row)
+
+
+def _neighbours_dense(weights: list[Tensor]) -> Tensor | None:
+    first = weights[0]
+    end = first.storage_offset()
+    for w in weights:
+        same = w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and w.dtype == first.dtype
+        if not same or not w.is_contiguous() or w.storage_offset() != end:
+            return None
+        end += w.numel()
+    return first.as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    return w4a16(x, weight, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)

@@ -1,0 +1,308 @@
+"""The paged engine samples from the policy that transformers computes: packed, adapted, noised; and only from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny_policies import CONFIGS, VOCABULARY, gap, policy, requests, scatter_adapters
+
+from qerl.config import RolloutConfig
+from qerl.engine.engine import PagedEngine, build_engine
+from qerl.engine.model import Decoder
+from qerl.engine.projection import Projection
+from qerl.engine.runner import Runner
+from qerl.engine.scheduler import Group
+from qerl.kernels.layout import PackedWeight
+from qerl.noise import NoiseDraw
+from qerl.types import Completion, Request, SamplingParams
+
+TOLERANCE = 1e-4
+"""Largest mean |logprob difference| in fp32. Removing noise or adapter must change at least four times as much."""
+SAMPLING = SamplingParams()
+NOISE = NoiseDraw(seed=3, step=2, sigma=5e-2)
+
+
+def paged(model: torch.nn.Module, eos_ids: Sequence[int] = (), **config: object) -> PagedEngine:
+    engine = build_engine(model, eos_ids=eos_ids, config=RolloutConfig(**config))
+    assert isinstance(engine, PagedEngine)
+    return engine
+
+
+def flat(results: list[list[Completion]]) -> list[Completion]:
+    return [completion for group in results for completion in group]
+
+
+def assert_same(a: list[list[Completion]], b: list[list[Completion]], tolerance: float = 1e-5) -> None:
+    assert [c.token_ids for c in flat(a)] == [c.token_ids for c in flat(b)]
+    for left, right in zip(flat(a), flat(b), strict=True):
+        assert left.finish_reason == right.finish_reason
+        assert left.logprobs == pytest.approx(right.logprobs, abs=tolerance)
+        assert left.entropies == pytest.approx(right.entropies, abs=tolerance)
+
+
+@pytest.mark.parametrize("per", ["off", "rollout", "prompt", "completion"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logprobs_are_those_of_transformers(family: str, per: str) -> None:
+    model = policy(family)
+    draw = None if per == "off" else NoiseDraw(seed=3, step=2, sigma=5e-2, per=per)
+    engine = paged(model)
+    engine.sync(draw)
+    asked = requests(1, 16, 37, max_new_tokens=40)
+    results = engine.generate(asked, SamplingParams(temperature=0.8))
+    assert all(len(c.token_ids) == 40 for c in flat(results))
+    assert gap(model, asked, results, draw, temperature=0.8) <= TOLERANCE
+    with model.disable_adapter():
+        assert gap(model, asked, results, draw, temperature=0.8) > 4 * TOLERANCE
+    if draw is not None:
+        assert gap(model, asked, results, None, temperature=0.8) > 4 * TOLERANCE
+        others = {"rollout": "prompt", "prompt": "completion", "completion": "prompt"}
+        other = NoiseDraw(seed=3, step=2, sigma=5e-2, per=others[per])
+        assert gap(model, asked, results, other, temperature=0.8) > 4 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_plain_weights_without_adapters(family: str) -> None:
+    model = policy(family, packed=False, lora=False)
+    asked = requests(9, 20)
+    assert gap(model, asked, paged(model).generate(asked, SAMPLING), None) <= TOLERANCE
+
+
+def test_base_weights_are_read_in_place_and_fused() -> None:
+    model = policy("qwen2")
+    decoder = Decoder(model)
+    for layer in range(2):
+        attention = model.get_base_model().model.layers[layer].self_attn
+        qkv, o, gate_up, down = decoder.projections[4 * layer : 4 * layer + 4]
+        assert [len(p.weights) for p in (qkv, o, gate_up, down)] == [1, 1, 1, 1]
+        (weight,) = qkv.weights
+        assert isinstance(weight, PackedWeight)
+        assert weight.storage is attention.q_proj.get_base_layer().packed.storage
+        assert weight.shape == (64 + 32 + 32, 64)
+
+
+def test_rows_of_one_dense_tensor_are_one_product() -> None:
+    whole = torch.randn(12, 8)
+    linears = [torch.nn.Linear(8, n, bias=False) for n in (6, 4, 2)]
+    for linear, rows in zip(linears, whole.split([6, 4, 2]), strict=True):
+        linear.weight = torch.nn.Parameter(rows)
+    x = torch.randn(3, 8)
+    fused, reordered = Projection(linears, torch.float32), Projection(linears[::-1], torch.float32)
+    assert [w.data_ptr() for w in fused.weights] == [whole.data_ptr()]
+    assert len(reordered.weights) == 3
+    for got, linear in zip(fused(x), linears, strict=True):
+        torch.testing.assert_close(got, linear(x))
+
+
+def test_sync_takes_over_what_was_trained_since() -> None:
+    model = policy("qwen3")
+    engine = paged(model)
+    asked = requests(7, 20)
+    before = engine.generate(asked, SAMPLING)
+    scatter_adapters(model)
+    assert_same(engine.generate(asked, SAMPLING), before)  # the engine has copies
+    report = engine.sync(NOISE)
+    after = engine.generate(asked, SAMPLING)
+    assert gap(model, asked, after, NOISE) <= TOLERANCE
+    assert report.num_adapters == report.num_live_adapters == 14
+    assert report.num_noised_vectors == 4
+    assert report.adapter_change > 0.1 and report.noise_change > 0.01
+
+
+def test_noise_leaves_no_trace() -> None:
+    model = policy("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = paged(model)
+    asked = requests(7)
+    clean = engine.generate(asked, SAMPLING)
+    for step in range(3):
+        engine.sync(NoiseDraw(seed=1, step=step, sigma=0.3, per="completion"))
+        assert [c.token_ids for c in flat(engine.generate(asked, SAMPLING))] != [c.token_ids for c in flat(clean)]
+    assert engine.sync(None).num_noised_vectors == 0
+    again = engine.generate(asked, SAMPLING)
+    assert [c.logprobs for c in flat(again)] == [c.logprobs for c in flat(clean)]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_trained_norms_reach_the_engine() -> None:
+    from qerl.config import LoraConfig
+    from qerl.nn.lora import attach_lora
+
+    model = attach_lora(policy("qwen3", lora=False), LoraConfig(r=2, alpha=2, train_norms=True), seed=0)
+    engine = paged(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    engine.sync(NOISE)
+    asked = requests(11)
+    results = engine.generate(asked, SAMPLING)
+    assert gap(model, asked, results, NOISE) <= TOLERANCE
+    with model.disable_adapter():
+        assert gap(model, asked, results, NOISE) > 4 * TOLERANCE
+
+
+@pytest.mark.parametrize("per", ["rollout", "completion"])
+def test_a_completion_does_not_depend_on_its_company(per: str) -> None:
+    model = policy("qwen2")
+    engine = paged(model, max_batch_size=64)
+    engine.sync(NoiseDraw(seed=3, step=2, sigma=5e-2, per=per))
+    asked = requests(5, 17, 33, 2, samples=4)
+    together = engine.generate(asked, SAMPLING)
+    for request, group in zip(asked, together, strict=True):
+        assert_same(engine.generate([request], SAMPLING), [group])
+    one_slot = paged(model, max_batch_size=1)
+    one_slot.sync(NoiseDraw(seed=3, step=2, sigma=5e-2, per=per))
+    assert_same(one_slot.generate(asked, SAMPLING), together)
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens() -> None:
+    engine = paged(policy("qwen2"))
+    (request,) = requests(8, samples=2)
+    request.seeds = [2**64 - 1, 17, 17, -1]
+    (group,) = engine.generate([request], SAMPLING)
+    assert group[1].token_ids == group[2].token_ids != group[0].token_ids
+    assert group[0].token_ids == group[3].token_ids  # one 64-bit pattern
+
+
+def test_more_samples_than_slots_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2")
+    asked = requests(5, 40, 12, 70, 3, samples=5)
+    for request, limit in zip(asked, (3, 24, 1, 9, 17), strict=True):
+        request.max_new_tokens = limit
+    roomy = paged(model).generate(asked, SAMPLING)
+    prefilled: list[int] = []
+    prefill = Runner.prefill
+
+    def counting(runner: Runner, groups: Sequence[Group]) -> None:
+        prefilled.extend(group.index for group in groups)
+        prefill(runner, groups)
+
+    monkeypatch.setattr(Runner, "prefill", counting)
+    seen: list[tuple[int, int]] = []
+    tight = paged(model, max_batch_size=4, kv_cache_tokens=160)
+    results = tight.generate(asked, SAMPLING, lambda done, total: seen.append((done, total)))
+    assert_same(results, roomy)
+    assert prefilled == [0, 1, 2, 3, 4]  # each prompt once, however many completions
+    assert seen == sorted(seen) and seen[-1] == (25, 25)
+    assert [len(c.token_ids) for c in flat(results)] == [n for n in (3, 24, 1, 9, 17) for _ in range(5)]
+
+
+def test_late_looks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host looks every few steps: what is drawn past a completion's end must never show."""
+    model = policy("qwen2")
+    asked = requests(5, 20, 9, samples=6, max_new_tokens=21)
+    every_step = paged(model, eos_ids=range(12), max_batch_size=5).generate(asked, SAMPLING)
+    monkeypatch.setattr("qerl.engine.runner.STEPS_PER_LOOK", {"cpu": 7})
+    assert_same(paged(model, eos_ids=range(12), max_batch_size=5).generate(asked, SAMPLING), every_step)
+
+
+def test_every_eos_id_ends_a_completion() -> None:
+    eos_ids = [3, 50, 90]
+    engine = paged(policy("mistral"), eos_ids=eos_ids)
+    asked = requests(4, samples=60, max_new_tokens=60)
+    (group,) = engine.generate(asked, SAMPLING)
+    stopped = [c for c in group if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in stopped} == set(eos_ids)
+    for completion in group:
+        assert not set(completion.token_ids[:-1]) & set(eos_ids)
+        assert (completion.token_ids[-1] in eos_ids) == (completion.finish_reason == "stop")
+        assert completion.truncated == (completion.finish_reason == "length")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.entropies)
+    assert stopped and len(stopped) < len(group)
+
+
+def test_greedy_and_truncated_sampling() -> None:
+    model = policy("qwen3")
+    engine = paged(model)
+    asked = requests(6, samples=4)
+    (greedy,) = engine.generate(asked, SamplingParams(greedy=True))
+    assert all(c.token_ids == greedy[0].token_ids for c in greedy)
+    (narrow,) = engine.generate(asked, SamplingParams(top_k=1))
+    assert [c.token_ids for c in narrow] == [c.token_ids for c in greedy]
+    truncated = engine.generate(asked, SamplingParams(top_p=0.5, temperature=1.3))
+    assert gap(model, asked, truncated, None, temperature=1.3) <= TOLERANCE
+
+
+def test_requests_of_no_length() -> None:
+    engine = paged(policy("qwen2"))
+    asked = requests(5, 5)
+    asked[0].max_new_tokens = 0
+    first, second = engine.generate(asked, SAMPLING)
+    assert [(c.token_ids, c.logprobs, c.finish_reason) for c in first] == [([], [], "length")] * 3
+    assert len(second) == 3 and all(c.token_ids for c in second)
+    assert engine.generate([], SAMPLING) == []
+    assert engine.generate([Request([1], [], 4)], SAMPLING) == [[]]
+    with pytest.raises(ValueError, match="request 1 has no prompt tokens"):
+        engine.generate([asked[0], Request([], [1], 4)], SAMPLING)
+    with pytest.raises(ValueError, match=f"vocabulary of {VOCABULARY}"):
+        engine.generate([Request([VOCABULARY], [1], 4)], SAMPLING)
+
+
+def test_a_request_that_can_never_fit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = paged(policy("qwen2"), kv_cache_tokens=64)
+    monkeypatch.setattr(Runner, "prefill", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(
+        ValueError, match=r"request 1: .* 50 tokens and up to 24 .* 96 tokens .* 64: raise rollout\.kv_cache_tokens"
+    ):
+        engine.generate(requests(5, 50), SAMPLING)
+
+
+def test_a_context_beyond_the_sliding_window_is_refused() -> None:
+    model = policy("mistral", sliding_window=40)
+    engine = paged(model, max_completion_length=20)
+    asked = requests(16)
+    assert gap(model, asked, engine.generate(asked, SAMPLING), None) <= TOLERANCE
+    with pytest.raises(ValueError, match="sliding window of 40"):
+        engine.generate(requests(17), SAMPLING)
+
+
+def test_training_mode_and_modules_stay_as_they_are() -> None:
+    model = policy("qwen2").train()
+    model.get_base_model().model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    engine = paged(model)
+    engine.generate(requests(3), SAMPLING)
+    assert [module.training for module in model.modules()] == modes
+    loss = model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum()
+    loss.backward()  # nothing of the engine's inference mode sticks to the model
+
+
+def test_dead_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2")
+    call = Projection.__call__
+    monkeypatch.setattr(Projection, "__call__", lambda self, x, gain=1.0: call(self, x, 0.0))
+    with pytest.raises(RuntimeError, match="dead adapters: 14 of 14"):
+        paged(model)
+    scatter_adapters(model, size=0.0)
+    assert paged(model).sync(None).num_live_adapters == 0  # B = 0: nothing to see, nothing wrong
+
+
+def test_dead_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = paged(policy("qwen2"))
+    with monkeypatch.context() as patch:
+        patch.setattr(NoiseDraw, "rows", lambda self, site, streams, size: torch.zeros(len(streams), size))
+        with pytest.raises(RuntimeError, match="4 of 4 norms are clean"):
+            engine.sync(NOISE)
+    clean = engine._decoder.norms.clean
+    monkeypatch.setattr("qerl.engine.norms.Gains.of_site", lambda self, site: clean[site])
+    with pytest.raises(RuntimeError, match="logits are the same"):
+        engine.sync(NOISE)
+
+
+def test_tiny_adapters_and_noise_are_not_taken_for_dead() -> None:
+    model = policy("qwen2").to(torch.bfloat16)
+    scatter_adapters(model, size=1e-9)
+    report = paged(model).sync(NoiseDraw(seed=0, step=0, sigma=1e-7))
+    assert report.num_live_adapters == 14
+    assert report.num_noised_vectors == 4
+
+
+def test_broken_weights_are_noticed() -> None:
+    model = policy("qwen2")
+    engine = paged(model)
+    torch.nn.init.constant_(model.get_base_model().model.layers[1].mlp.up_proj.lora_B["default"].weight, torch.nan)
+    with pytest.raises(RuntimeError, match="not finite"):
+        engine.sync(None)

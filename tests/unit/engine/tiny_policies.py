@@ -1,0 +1,143 @@
+"""Tiny policies as the trainer holds them: packed linears, norms that take noise, adapters with B != 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+from qerl.config import LoraConfig
+from qerl.formats.nvfp4 import quantize
+from qerl.kernels.layout import pack
+from qerl.nn.attention import ATTENTION
+from qerl.nn.linear import PackedLinear
+from qerl.nn.lora import LoraLinear, attach_lora
+from qerl.nn.rmsnorm import RMSNorm
+from qerl.nn.structure import decoder_layers
+from qerl.noise import NoiseDraw, applied
+from qerl.types import Completion, Request
+
+VOCABULARY = 97
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    eos_token_id=None,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+CONFIGS = {
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=16, sliding_window=None),
+}
+
+
+def policy(family: str, *, packed: bool = True, lora: bool = True, seed: int = 0, **config: object) -> nn.Module:
+    """A random model of a family in fp32. All of its biases, norms and B are away from their starting values."""
+    torch.manual_seed(seed)
+    model_config = CONFIGS[family]()
+    for name, value in config.items():
+        setattr(model_config, name, value)
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation=ATTENTION, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)  # transformers' initialisation is so small that logits depend on little
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "variance_epsilon"):
+            model.set_submodule(name, RMSNorm(module.get_parameter("weight"), module.variance_epsilon))
+    if packed:
+        pack_linears(model)
+    model.requires_grad_(False)
+    if not lora:
+        return model
+    adapted = attach_lora(model, LoraConfig(r=4, alpha=6, rank_pattern={"k_proj": 3}), seed=seed)
+    scatter_adapters(adapted)
+    return adapted
+
+
+def pack_linears(model: PreTrainedModel) -> None:
+    for layer in decoder_layers(model):
+        for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+            block = layer.mlp if hasattr(layer.mlp, group[0]) else layer.self_attn
+            linears = [getattr(block, name) for name in group]
+            whole = pack([quantize(linear.weight.detach()) for linear in linears])
+            for i, (name, linear) in enumerate(zip(group, linears, strict=True)):
+                setattr(block, name, PackedLinear(whole.part(i), linear.bias))
+
+
+def scatter_adapters(model: nn.Module, size: float = 0.3) -> None:
+    """Give every B random entries."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            nn.init.normal_(module.lora_B["default"].weight, std=size)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: nn.Module,
+    request: Request,
+    sample: int,
+    token_ids: Sequence[int],
+    draw: NoiseDraw | None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Log-probabilities of a completion by transformers' forward pass: the prompt's stream, then the completion's."""
+    ids = torch.tensor([request.prompt_ids + list(token_ids)])
+    streams, index = [0], None
+    if draw is not None:
+        streams = [draw.stream(request.prompt_index), draw.stream(request.prompt_index, sample)]
+        index = (torch.arange(ids.shape[1]) >= len(request.prompt_ids)).long()
+    with applied(model, draw, streams, index):
+        logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+def gap(
+    model: nn.Module,
+    requests: Sequence[Request],
+    results: Sequence[Sequence[Completion]],
+    draw: NoiseDraw | None,
+    temperature: float = 1.0,
+) -> float:
+    """Mean |logprob difference| between an engine's completions and `reference_logprobs`."""
+    differences = [
+        (torch.tensor(c.logprobs) - reference_logprobs(model, request, j, c.token_ids, draw, temperature)).abs()
+        for request, group in zip(requests, results, strict=True)
+        for j, c in enumerate(group)
+    ]
+    return float(torch.cat(differences).mean())
+
+
+def requests(*prompt_lengths: int, samples: int = 3, max_new_tokens: int = 24, seed: int = 0) -> list[Request]:
+    """Random prompts of these lengths; prompt numbers start at 5, so that none is taken for a place in the list."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Request(
+            prompt_ids=torch.randint(0, VOCABULARY, (length,), generator=generator).tolist(),
+            seeds=[(seed << 40) + 1000 * i + j for j in range(samples)],
+            max_new_tokens=max_new_tokens,
+            prompt_index=5 + i,
+        )
+        for i, length in enumerate(prompt_lengths)
+    ]
