@@ -45,7 +45,8 @@ def _scratch(device: torch.device, dtype: torch.dtype, size: int) -> Tensor:
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < size:
         assert not capturing, "the scratch buffer must not grow in a CUDA graph: call once before the capture"
-        buffer = _buffers[device, dtype] = torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the engine may come first, and its tensors could not be written in training
+            buffer = _buffers[device, dtype] = torch.empty(size, dtype=dtype, device=device)
     if capturing:
         _captured[buffer.data_ptr()] = buffer
     return buffer[:size]
