@@ -20,7 +20,7 @@ Files are formats/checkpoint.py's business, the order of bytes in memory kernels
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -99,11 +99,12 @@ def quantize(
     return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), global_scale)
 
 
-def shared_global_scale(weights: Sequence[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, " 1"]:
+def shared_global_scale(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, " 1"]:
     """The global scale of matrices that become one product: amax over all of them / (6 * 448); 1 if all are zero.
 
     It is computed as 1 / (6 * 448 / amax), because files store that divisor: so a matrix has the same bits whether it
-    was read from a file or quantised while loading. ValueError names the matrix that holds a NaN or an infinity.
+    was read from a file or quantised while loading. `weights` may be a generator: one at a time is looked at.
+    ValueError names the matrix that holds a NaN or an infinity.
     """
     return global_scale_of(_amax(weights, names))
 
@@ -142,12 +143,9 @@ def unpack_nibbles(packed: UInt8[Tensor, "n k_half"]) -> UInt8[Tensor, "n k"]:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
-def _amax(weights: Sequence[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, ""]:
+def _amax(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, ""]:
     """The largest magnitude over all matrices; ValueError names one with a NaN or an infinity."""
-    each = [
-        torch.stack(w.aminmax()).abs().amax().float() if w.numel() else w.new_zeros((), dtype=torch.float32)
-        for w in weights
-    ]
+    each = [torch.stack(w.aminmax()).abs().amax().float() for w in weights]
     for amax, name in zip(each, names, strict=True):
         if not amax.isfinite():
             raise ValueError(f"{name} contains {'NaN' if amax.isnan() else 'an infinity'}: a damaged checkpoint?")

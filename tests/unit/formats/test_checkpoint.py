@@ -1,0 +1,455 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import qerl.formats.checkpoint as module
+from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, quantize_checkpoint
+from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize, shared_global_scale
+from qerl.kernels.layout import pack
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+LINEARS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """A two-layer Qwen2 in bf16, one shard, with files beside it."""
+    folder = tmp_path_factory.mktemp("qwen") / "bf16"
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        tie_word_embeddings=False,
+        eos_token_id=3,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(qwen) -> Path:
+    target = qwen.parent / "nvfp4"
+    quantize_checkpoint(qwen, target)
+    return target
+
+
+def write(folder: Path, shards: dict[str, dict[str, torch.Tensor]], config: dict | None = None) -> Path:
+    """A folder of the given shards, with an index where they are several."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    for file, tensors in shards.items():
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / file)
+    if list(shards) != ["model.safetensors"]:
+        weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def resharded(source: Path, folder: Path, num_shards: int) -> Path:
+    """The same tensors dealt out to shards in turn, so that fused groups lie in different ones."""
+    tensors = load_file(source / "model.safetensors")
+    shards = {f"model-{i + 1}-of-{num_shards}.safetensors": {} for i in range(num_shards)}
+    for i, name in enumerate(sorted(tensors)):
+        shards[f"model-{i % num_shards + 1}-of-{num_shards}.safetensors"][name] = tensors[name]
+    return write(folder, shards, json.loads((source / "config.json").read_text()))
+
+
+def layer_weights(k: int = 32, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One layer's q, k, v, and whatever else is named."""
+    torch.manual_seed(0)
+    weights = {f"model.layers.0.self_attn.{p}_proj.weight": torch.randn(16, k).bfloat16() for p in "qkv"}
+    return weights | others
+
+
+def same(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+# Writing and reading back
+
+
+def test_what_is_read_back_is_what_quantize_gives(qwen, packed):
+    """Bit for bit: codes, block scales, and the global scale, although the file stores its inverse."""
+    dense, checkpoint = load_file(qwen / "model.safetensors"), Checkpoint(packed)
+    assert checkpoint.quantization == "compressed-tensors"
+    for layer in range(2):
+        for group in (*FUSED_GROUPS, ("o_proj",), ("down_proj",)):
+            names = [f"model.layers.{layer}.{m}" for m in LINEARS if m.split(".")[1] in group]
+            weights = [dense[f"{name}.weight"] for name in names]
+            shared = shared_global_scale(weights, names)
+            for name, weight in zip(names, weights, strict=True):
+                assert checkpoint.is_packed(name)
+                assert same(checkpoint.nvfp4(name), quantize(weight, global_scale=shared))
+
+
+def test_everything_else_is_copied(qwen, packed):
+    dense, checkpoint = load_file(qwen / "model.safetensors"), Checkpoint(packed)
+    linears = {f"model.layers.{layer}.{m}.weight" for layer in range(2) for m in LINEARS}
+    others = set(dense) - linears
+    assert others == {n for n in checkpoint.names() if ".weight_" not in n}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.bias"} <= others
+    for name in others:
+        assert torch.equal(checkpoint.tensor(name), dense[name]) and checkpoint.tensor(name).dtype == torch.bfloat16
+        assert checkpoint.shape(name) == tuple(dense[name].shape)
+    for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (packed / file).read_bytes() == (qwen / file).read_bytes()
+    assert not (packed / "pytorch_model.bin").exists()
+
+
+def test_the_file_has_the_documented_tensors(packed):
+    stored = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"  # [64, 96]
+    assert stored[f"{name}.weight_packed"].dtype == torch.uint8 and stored[f"{name}.weight_packed"].shape == (64, 48)
+    assert stored[f"{name}.weight_scale"].dtype == torch.float8_e4m3fn
+    assert stored[f"{name}.weight_scale"].shape == (64, 6)
+    divisor = stored[f"{name}.weight_global_scale"]
+    amax = load_file(packed.parent / "bf16" / "model.safetensors")[f"{name}.weight"].abs().max().float()
+    assert divisor.dtype == torch.float32 and divisor.shape == (1,)
+    assert divisor.item() == pytest.approx(448 * 6 / amax.item(), rel=3e-7)
+    assert f"{name}.weight" not in stored
+
+
+def test_shards_change_nothing_but_the_files(qwen, packed, tmp_path):
+    source = resharded(qwen, tmp_path / "sharded", 5)
+    calls = []
+    report = quantize_checkpoint(source, tmp_path / "out", progress=lambda done, total: calls.append((done, total)))
+    one, many = Checkpoint(packed), Checkpoint(tmp_path / "out")
+    assert many.shards == Checkpoint(source).shards and len(many.shards) == 5
+    assert sorted(many.names()) == sorted(one.names())
+    for name in one.names():
+        a, b = one._file(name).get_tensor(name), many._file(name).get_tensor(name)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(one.names())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in load_file(packed / "model.safetensors").values())
+    assert calls == [(i + 1, 27) for i in range(27)]
+    assert report["packed_layers"] == 14 and report["kept_layers"] == []
+    assert report["target_bytes"] < report["source_bytes"]
+
+
+def test_memory_holds_one_new_shard_and_one_old_tensor(qwen, tmp_path, monkeypatch):
+    source = resharded(qwen, tmp_path / "sharded", 5)
+    saved = []
+    monkeypatch.setattr(
+        module, "save_file", lambda tensors, path, **kw: (saved.append(tensors), save_file(tensors, path, **kw))
+    )
+    quantize_checkpoint(source, tmp_path / "out")
+    assert len(saved) == 5
+    for tensors, shard in zip(saved, Checkpoint(source).shards, strict=True):
+        assert sum(t.nbytes for t in tensors.values()) < (source / shard).stat().st_size
+
+
+@pytest.mark.parametrize("scale", ["sweep", "amax"])
+def test_the_scale_option_arrives(scale, tmp_path):
+    tensors = layer_weights()
+    source = write(tmp_path / "in", {"model.safetensors": tensors})
+    quantize_checkpoint(source, tmp_path / "out", scale=scale)
+    shared = shared_global_scale(list(tensors.values()), list(tensors))
+    read = Checkpoint(tmp_path / "out").nvfp4("model.layers.0.self_attn.q_proj")
+    assert same(read, quantize(next(iter(tensors.values())), scale=scale, global_scale=shared))
+
+
+def test_an_all_zero_layer_comes_back_as_zeros(tmp_path):
+    name = "model.layers.0.mlp.down_proj"
+    source = write(tmp_path / "in", {"model.safetensors": {f"{name}.weight": torch.zeros(16, 32)}})
+    quantize_checkpoint(source, tmp_path / "out")
+    assert torch.equal(dequantize(Checkpoint(tmp_path / "out").nvfp4(name)), torch.zeros(16, 32))
+
+
+# Other programs
+
+
+def test_transformers_loads_the_folder(packed):
+    """Its decompressed weights, bit for bit, in compressed-tensors' order of operations: code * (scale / divisor)."""
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None]).logits  # the first forward decompresses
+    stored, checkpoint = load_file(packed / "model.safetensors"), Checkpoint(packed)
+    dense = AutoModelForCausalLM.from_pretrained(packed.parent / "bf16")
+    for name, parameter in dense.named_parameters():
+        linear = name.removesuffix(".weight")
+        if not checkpoint.is_packed(linear):
+            parameter.data.copy_(checkpoint.tensor(name))
+            continue
+        codes, blocks, divisor = (stored[f"{linear}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
+        values = unpack_fp4_from_uint8(codes, codes.shape[0], codes.shape[1] * 2, torch.float32).unflatten(1, (-1, 16))
+        weight = (values * (blocks.float() / divisor)[..., None]).flatten(1).bfloat16()
+        assert torch.equal(model.get_parameter(name), weight)
+        ours = dequantize(checkpoint.nvfp4(linear), torch.bfloat16)
+        assert (ours != weight).float().mean() < 1e-3  # another order of rounding: a bf16 step apart, hardly ever
+        assert torch.allclose(ours.float(), weight.float(), rtol=2.0**-7, atol=0)
+        parameter.data.copy_(weight)
+    with torch.no_grad():
+        assert torch.equal(dense(torch.arange(8)[None]).logits, logits)
+
+
+def test_the_config_is_compressed_tensors_preset(packed):
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+
+    config = QuantizationConfig.model_validate(json.loads((packed / "config.json").read_text())["quantization_config"])
+    (group,) = config.config_groups.values()
+    preset = NVFP4A16["weights"]
+    for field in ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"):
+        assert getattr(group.weights, field) == getattr(preset, field)
+    assert group.input_activations is None and group.targets == ["Linear"]
+    assert config.format == group.format == "nvfp4-pack-quantized"
+    assert config.ignore == ["lm_head", "model.embed_tokens"]
+    assert config.quantization_status == "compressed"
+
+
+# Which layers
+
+
+def test_kept_layers_stay_and_are_ignored_by_readers(qwen, tmp_path):
+    keep = ["model.layers.0.self_attn.[qkv]_proj", "*.1.mlp.down_proj"]
+    report = quantize_checkpoint(qwen, tmp_path / "out", keep=keep)
+    kept = [f"model.layers.0.self_attn.{p}_proj" for p in "kqv"] + ["model.layers.1.mlp.down_proj"]
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert sorted(report["kept_layers"]) == kept and report["packed_layers"] == 10
+    assert set(kept) <= set(checkpoint.config["quantization_config"]["ignore"])
+    for name in kept:
+        assert not checkpoint.is_packed(name)
+        assert torch.equal(checkpoint.tensor(f"{name}.weight"), load_file(qwen / "model.safetensors")[f"{name}.weight"])
+    with torch.no_grad():
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.arange(4)[None])
+
+
+def test_only_matrices_of_decoder_layers_are_packed(tmp_path):
+    x = torch.ones(16, 32)
+    other = {
+        "model.embed_tokens.weight": x,
+        "lm_head.weight": x,
+        "visual.blocks.0.attn.qkv.weight": x,
+        "model.layers.0.input_layernorm.weight": torch.ones(32),
+        "model.layers.0.post_norm.weight": x,
+        "model.layers.0.mlp.gate.weight": x,
+        "model.layers.0.mlp.shared_expert_gate.weight": x,
+        "model.layers.0.block.router.weight": x,
+        "model.layers.0.mlp.conv.weight": torch.ones(4, 4, 16),
+        "model.layers.0.mlp.odd.weight": torch.ones(4, 24),
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(16),
+    }
+    packed = {"model.layers.0.mlp.experts.7.down_proj.weight": x, "layers.11.attention.dense.weight": x}
+    source = write(tmp_path / "in", {"model.safetensors": layer_weights(**other, **packed)})
+    report = quantize_checkpoint(source, tmp_path / "out")
+    names = set(Checkpoint(tmp_path / "out").names())
+    assert set(other) <= names
+    assert {f"{name}_packed" for name in packed} <= names and not names & set(packed)
+    assert report["packed_layers"] == 5
+
+
+def test_a_keep_pattern_must_match(qwen, tmp_path):
+    with pytest.raises(ValueError, match=r"keep: 'model.layer.0.\*' matches no linear layer; names look like model"):
+        quantize_checkpoint(qwen, tmp_path / "out", keep=["model.layer.0.*"])
+
+
+def test_a_fused_group_is_kept_whole(qwen, tmp_path):
+    with pytest.raises(ValueError, match=r"q_proj, .*k_proj, .*v_proj are one product"):
+        quantize_checkpoint(qwen, tmp_path / "out", keep=["*.0.self_attn.k_proj"])
+
+
+# Folders of other writers
+
+
+@pytest.mark.parametrize("style", ["config.json", "hf_quant_config.json"])
+def test_modelopt(style, tmp_path):
+    name = "model.layers.0.mlp.down_proj"
+    t = quantize(torch.randn(16, 64), scale="amax")
+    tensors = {
+        f"{name}.weight": t.packed,
+        f"{name}.weight_scale": t.block_scale,
+        f"{name}.weight_scale_2": t.global_scale.reshape(()),
+        f"{name}.input_scale": torch.tensor(0.5),
+        "model.norm.weight": torch.ones(64),
+    }
+    quantization = {"quant_algo": "NVFP4", "group_size": 16}
+    in_config = {"quantization_config": {"quant_method": "modelopt", **quantization}}
+    write(tmp_path / "in", {"model.safetensors": tensors}, in_config if style == "config.json" else {})
+    if style == "hf_quant_config.json":
+        (tmp_path / "in" / style).write_text(
+            json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization})
+        )
+    checkpoint = Checkpoint(tmp_path / "in")
+    assert checkpoint.quantization == "modelopt"
+    assert checkpoint.is_packed(name) and not checkpoint.is_packed("model.norm")
+    assert same(checkpoint.nvfp4(name), t)
+
+
+def compressed_folder(folder: Path, parts: dict[str, NVFP4Tensor], **changes: torch.Tensor) -> Path:
+    tensors = {}
+    for name, t in parts.items():
+        tensors |= {f"{name}.weight_packed": t.packed, f"{name}.weight_scale": t.block_scale}
+        tensors[f"{name}.weight_global_scale"] = 1 / t.global_scale
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}
+    return write(folder, {"model.safetensors": tensors | changes}, config)
+
+
+def test_fused_parts_with_different_global_scales_load_exactly(tmp_path):
+    torch.manual_seed(0)
+    parts = {f"layers.0.self_attn.{p}_proj": quantize(torch.randn(16, 32) * (i + 1)) for i, p in enumerate("qkv")}
+    checkpoint = Checkpoint(compressed_folder(tmp_path / "in", parts))
+    read = [checkpoint.nvfp4(name) for name in parts]
+    assert len({t.global_scale.item() for t in read}) == 3
+    dense, scale = pack(read).dequantize()
+    assert torch.equal(dense * scale[:, None], torch.cat([dequantize(t) for t in parts.values()]))
+
+
+# Mistakes and damage
+
+
+def test_not_a_model_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(ValueError, match="only safetensors are read"):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(qwen, tmp_path):
+    folder = resharded(qwen, tmp_path / "in", 3)
+    (folder / "model-2-of-3.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-2-of-3\.safetensors is missing"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("length", [0, 5, -1])
+def test_a_truncated_shard_is_named(qwen, tmp_path, length):
+    folder = resharded(qwen, tmp_path / "in", 3)
+    file = folder / "model-3-of-3.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"model-3-of-3\.safetensors is damaged or cut off"):
+        Checkpoint(folder)
+
+
+def test_a_tensor_that_the_index_promises_is_named(qwen, tmp_path):
+    folder = resharded(qwen, tmp_path / "in", 2)
+    file = folder / "model-1-of-2.safetensors"
+    tensors = load_file(file)
+    tensors["other"] = tensors.pop("lm_head.weight")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"model-1-of-2\.safetensors lacks lm_head\.weight, which model"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {"group_0": {"weights": {"group_size": 32}}},
+        },
+    ],
+)
+def test_an_unknown_quantization_is_named(config, tmp_path):
+    folder = write(tmp_path / "in", {"model.safetensors": layer_weights()}, {"quantization_config": config})
+    with pytest.raises(ValueError, match=rf"quantized as .*{config['quant_method']}.*not understood"):
+        Checkpoint(folder)
+
+
+def test_a_missing_tensor_is_named(packed):
+    checkpoint = Checkpoint(packed)
+    with pytest.raises(ValueError, match=r"has no tensor model\.layers\.9\.up"):
+        checkpoint.tensor("model.layers.9.up")
+    with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight_packed"):
+        checkpoint.nvfp4("model.norm")
+
+
+def test_a_wrong_dtype_is_named(packed, tmp_path):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*q_proj\.weight_packed is torch\.uint8, where bf16"):
+        Checkpoint(packed).tensor("model.layers.0.self_attn.q_proj.weight_packed")
+    t = {"layers.0.up_proj": quantize(torch.ones(16, 32))}
+    changed = {"layers.0.up_proj.weight_packed": torch.ones(16, 16)}
+    with pytest.raises(ValueError, match=r"up_proj\.weight_packed is torch\.float32, where torch\.uint8"):
+        Checkpoint(compressed_folder(tmp_path / "in", t, **changed)).nvfp4("layers.0.up_proj")
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "part, value, message",
+    [
+        ("scale", fp8(torch.ones(16, 1)), r"weight_scale has shape \[16, 1\], where \[16, 2\] was expected"),
+        ("scale", fp8(torch.full((16, 2), -1.0)), "weight_scale has negative or NaN scales"),
+        ("scale", fp8(torch.full((16, 2), torch.nan)), "weight_scale has negative or NaN scales"),
+        ("global_scale", torch.zeros(1), r"weight_global_scale must be one positive number, is tensor\(\[0\.\]\)"),
+        ("global_scale", torch.tensor([torch.inf]), "weight_global_scale must be one positive number"),
+        ("global_scale", torch.ones(3), "weight_global_scale must be one positive number"),
+    ],
+)
+def test_impossible_scales_are_named(part, value, message, tmp_path):
+    t = {"layers.0.up_proj": quantize(torch.ones(16, 32))}
+    folder = compressed_folder(tmp_path / "in", t, **{f"layers.0.up_proj.weight_{part}": value})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: layers\.0\.up_proj\.{message}"):
+        Checkpoint(folder).nvfp4("layers.0.up_proj")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_in_a_weight_is_named_and_leaves_nothing_behind(bad, tmp_path):
+    tensors = layer_weights()
+    tensors["model.layers.0.self_attn.v_proj.weight"][3, 5] = bad
+    source = write(tmp_path / "in", {"model.safetensors": tensors})
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.v_proj\.weight contains"):
+        quantize_checkpoint(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_packed_source_and_an_existing_target_are_refused(qwen, packed, tmp_path):
+    with pytest.raises(ValueError, match="is packed already"):
+        quantize_checkpoint(packed, tmp_path / "out")
+    with pytest.raises(ValueError, match="exists: remove it"):
+        quantize_checkpoint(qwen, packed)
+
+
+def test_a_folder_without_decoder_layers_is_refused(tmp_path):
+    source = write(tmp_path / "in", {"model.safetensors": {"lm_head.weight": torch.ones(16, 32)}})
+    with pytest.raises(ValueError, match="not a decoder model"):
+        quantize_checkpoint(source, tmp_path / "out")
+
+
+def test_a_run_that_was_cut_off_leaves_no_folder_that_looks_whole(qwen, tmp_path, monkeypatch):
+    source = resharded(qwen, tmp_path / "in", 3)
+    target, partial = tmp_path / "out", tmp_path / "out.partial"
+    seen = []
+
+    def dies_at_the_third(tensors, path, **options):
+        seen.append(path)
+        assert not target.exists() and path.parent == partial
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(module, "save_file", dies_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, target)
+    assert not target.exists() and not partial.exists()
+    monkeypatch.undo()
+
+    partial.mkdir()  # what a killed process leaves
+    (partial / "model-9-of-9.safetensors").write_bytes(b"half")
+    quantize_checkpoint(source, target)
+    assert not partial.exists() and not (target / "model-9-of-9.safetensors").exists()
+    assert Checkpoint(target).is_packed("model.layers.0.mlp.up_proj")
