@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.llama import LlamaConfig
@@ -14,7 +15,12 @@ from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 
+from qerl.formats.nvfp4 import dequantize, quantize
+from qerl.kernels.w4a16 import pack
 from qerl.nn.attention import ATTENTION
+from qerl.nn.linear import PackedLinear
+from qerl.nn.rmsnorm import RMSNorm
+from qerl.nn.structure import decoder_layers
 
 VOCABULARY = 97
 SIZES = dict(
@@ -60,6 +66,22 @@ def tiny_model(family: str, *, seed: int = 0, attention: str = ATTENTION) -> Pre
             else:
                 parameter.mul_(3)  # initialisation is so small that logits hardly depend on anything
     return model
+
+
+def quantized_pair(family: str, *, seed: int = 0) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same model twice: packed as load_model makes it, and dense, in plain transformers, with the same weights."""
+    packed, dense = tiny_model(family, seed=seed), tiny_model(family, seed=seed, attention="sdpa")
+    for name, linear in list(decoder_layers(dense).named_modules()):
+        if isinstance(linear, nn.Linear):
+            codes = quantize(linear.weight.detach())
+            linear.weight.data.copy_(dequantize(codes))
+            bias = None if linear.bias is None else linear.bias.detach().clone()
+            decoder_layers(packed).set_submodule(name, PackedLinear(pack([codes]), bias))
+    for name, norm in list(packed.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm"):
+            packed.set_submodule(name, RMSNorm(norm.weight, norm.variance_epsilon))
+    packed.requires_grad_(False)
+    return packed, dense
 
 
 def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -1,0 +1,70 @@
+"""y = x W^T + b with a frozen W in NVFP4, and its gradient, without a dense W that outlives a product.
+
+    forward    y  = x W^T + b     kernels/w4a16: w4a16
+    backward   dx = dy W          kernels/w4a16: w4a16_input_grad, which dequantises the codes again
+
+W gets no gradient, so neither x nor a dense W is kept for the backward pass: all that autograd holds is a reference to
+the packed codes. Linears that read the same input (q, k, v; gate, up) are row views of one PackedWeight, so that the
+engine can compute them as one product; moving one of them moves the storage under all.
+
+`weight` is the integer tiles: code that looks at `weight.device` works, and a blanket `.to(torch.bfloat16)` or
+`.half()`, which casts floating-point tensors only, leaves them exact. They are no parameter and in no state_dict:
+packed models are written by formats/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qerl.kernels.w4a16 import PackedWeight, w4a16, w4a16_input_grad
+
+
+class PackedLinear(nn.Linear):
+    """A frozen linear whose weight is packed; see the module's text."""
+
+    packed: PackedWeight
+    """The codes: rows of a PackedWeight that other linears may share."""
+
+    def __init__(self, packed: PackedWeight, bias: Float[Tensor, " n"] | None = None) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would make a dense weight
+        self.out_features, self.in_features = packed.shape
+        self.packed = packed
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @property
+    def weight(self) -> UInt8[Tensor, "tiles_n tiles_k bytes"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tiles, for code that asks a linear for its weight's device."""
+        return self.packed.tiles
+
+    def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
+        """input W^T + bias, in the input's dtype."""
+        return _PackedLinear.apply(input, self.packed, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """nn.Module's way to move and cast; only a move reaches the codes."""
+        super()._apply(fn, recurse)
+        self.packed.to_(fn(self.packed.tiles[:0]).device)
+        return self
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+        ctx.packed = packed
+        return w4a16(x, packed, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = w4a16_input_grad(grad, ctx.packed)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, None, grad_bias

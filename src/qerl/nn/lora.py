@@ -1,0 +1,190 @@
+"""The adapters: PEFT's LoRA on packed and on plain linears, and the factors that the engine copies.
+
+    y = base(x) + scaling * ((x A^T) B^T)       A [r, K], B [N, r]; scaling = alpha / r, or alpha / sqrt(r) with rsLoRA
+
+A and B are fp32 masters, rounded to x's dtype in every forward pass; the last step is one addition in fp32, rounded
+once. `add_lora` is that equation, and the engine computes the same one from what `lora_factors` hands it.
+
+PEFT owns names, files and switches: `save_pretrained` writes an adapter that plain transformers + PEFT (and vLLM) load
+over the original base, and `adapters_disabled` gives the reference policy. What differs here: A is drawn from a key
+(seed, layer name), the same on any device and in any order; a target or pattern that matches nothing is an error; and
+merging into packed codes is refused. With `train_norms` PEFT trains a copy of each RMSNorm and saves it with the
+adapter; noise finds that copy (noise.noise_sites).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import zlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32
+from peft import PeftModel
+from peft.tuners.lora import Linear as PeftLinear
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from qerl import philox
+from qerl.config import LoraConfig
+from qerl.nn.linear import PackedLinear
+from qerl.nn.rmsnorm import RMSNorm
+from qerl.nn.structure import causal_lm, decoder_layers
+
+_KEY_DOMAIN = 0x4C6F5241  # "LoRA": initialisation shares no key with noise or sampling
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """One linear's adapter: scaling * (B A)."""
+
+    a: Float32[Tensor, "r k"]
+    b: Float32[Tensor, "n r"]
+    scaling: float
+
+
+def lora_factors(linear: nn.Module) -> LoraFactors | None:
+    """The adapter that `linear` applies now, as the masters themselves; None where it has none or it is disabled."""
+    if not isinstance(linear, LoraLinear) or linear.disable_adapters or linear.merged:
+        return None
+    return _factors(linear)
+
+
+def add_lora(
+    base: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch k"], factors: LoraFactors
+) -> Float[Tensor, "*batch n"]:
+    """base + scaling * ((x A^T) B^T), with A and B rounded to x's dtype."""
+    delta = F.linear(F.linear(x, factors.a.to(x.dtype)), factors.b.to(x.dtype))
+    return torch.add(base, delta, alpha=factors.scaling)
+
+
+class LoraLinear(PeftLinear):
+    """PEFT's LoRA layer with our forward pass, over a PackedLinear or an nn.Linear."""
+
+    def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
+        """The base's output plus the active adapter's."""
+        output, factors = self.base_layer(x), lora_factors(self)
+        return output if factors is None else add_lora(output, x, factors)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapter to the base weight. ValueError for a packed one: 4 bits would round most of it away."""
+        if isinstance(self.get_base_layer(), PackedLinear):
+            raise ValueError("an adapter cannot be merged into packed weights: merge it into the bf16 base")
+        super().merge(safe_merge, adapter_names)
+
+
+def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel:
+    """Put an adapter on every linear of the decoder layers that `lora.target_modules` names: B = 0, A from `seed`.
+
+    Only the factors (and, with `train_norms`, copies of the RMSNorms) require gradients. ValueError: a target or
+    pattern that matches nothing, or a target outside the decoder layers.
+    """
+    targets = _targets(model, lora.target_modules)
+    for section in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, section):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):  # PEFT's rule
+                raise ValueError(
+                    f"lora.{section}: {pattern!r} matches none of the adapted layers, such as {targets[0]}"
+                )
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=_plain(lora.alpha),
+        target_modules=list(lora.target_modules),
+        use_rslora=lora.use_rslora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern={pattern: _plain(alpha) for pattern, alpha in lora.alpha_pattern.items()},
+        modules_to_save=_norm_names(model) if lora.train_norms else None,
+    )
+    config._register_custom_module({nn.Linear: LoraLinear})
+    with torch.random.fork_rng(devices=[]):  # PEFT's own initialisation, replaced below
+        adapted = peft.get_peft_model(causal_lm(model), config)
+    for name, module in causal_lm(adapted).named_modules():
+        if isinstance(module, LoraLinear):
+            _initialize(module, philox.fold(_KEY_DOMAIN, seed, zlib.crc32(name.encode())))
+    return adapted
+
+
+@contextmanager
+def adapters_disabled(model: PeftModel) -> Generator[None]:
+    """The frozen base alone, original norms included: the reference policy."""
+    with model.disable_adapter():
+        yield
+
+
+@torch.no_grad()
+def load_adapter_weights(model: PeftModel, folder: Path) -> None:
+    """Copy a saved adapter into the attached one, in place; ValueError unless all names and shapes agree."""
+    path = folder / "adapter_model.safetensors"
+    if not path.exists():
+        raise ValueError(f"no adapter in {folder}: {path.name} is missing")
+    saved, present = load_file(path), peft.get_peft_model_state_dict(model)
+    for name in sorted(saved.keys() | present.keys()):
+        here, there = (tuple(part[name].shape) if name in part else "nothing" for part in (present, saved))
+        if here != there:
+            raise ValueError(
+                f"{path} does not fit: {name} is {there} in the file and {here} in the model; check [lora]"
+            )
+    for name, tensor in present.items():
+        tensor.copy_(saved[name])
+
+
+def _factors(layer: LoraLinear) -> LoraFactors:
+    (name,) = layer.active_adapters
+    a, b = (part.get_parameter(f"{name}.weight") for part in (layer.lora_A, layer.lora_B))
+    return LoraFactors(a, b, layer.scaling[name])
+
+
+def _initialize(layer: LoraLinear, key: int) -> None:
+    """B = 0 and A uniform in (-1, 1) / sqrt(K), as torch's and PEFT's default has it."""
+    factors = _factors(layer)
+    rank, width = factors.a.shape
+    rows = torch.arange(rank, device=factors.a.device)
+    with torch.no_grad():
+        factors.a.copy_(philox.uniform(key, rows, width).mul_(2).sub_(1).mul_(1 / math.sqrt(width)))
+        factors.b.zero_()
+
+
+def _targets(model: nn.Module, wanted: Iterable[str]) -> list[str]:
+    """Full names of the linears to adapt."""
+    layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    modules = dict(causal_lm(model).named_modules())
+    targets: list[str] = []
+    for target in wanted:
+        found = [name for name in modules if name == target or name.endswith(f".{target}")]
+        known = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
+        if not found:
+            near = difflib.get_close_matches(target, known, n=1) or sorted(known)
+            raise ValueError(f"lora.target_modules: no layer is called {target!r}; did you mean {' or '.join(near)}?")
+        for name in found:
+            if not isinstance(modules[name], nn.Linear) or id(modules[name]) not in layers:
+                raise ValueError(
+                    f"lora.target_modules: {name} is not a linear of a decoder layer; adapters go there alone "
+                    "(the head's log-probabilities are computed from its own weight)"
+                )
+        targets += found
+    return targets
+
+
+def _norm_names(model: nn.Module) -> list[str]:
+    """Name endings for PEFT's modules_to_save, which together match every RMSNorm and nothing else."""
+    modules = dict(causal_lm(model).named_modules())
+    norms = {name for name, module in modules.items() if isinstance(module, RMSNorm)}
+    endings = sorted({name.rsplit(".", 1)[-1] for name in norms})
+    others = {name for name in modules if name.endswith(tuple(endings))} - norms
+    if not norms or others:
+        raise ValueError(f"lora.train_norms: norms of this model are not w * x / rms(x): {sorted(others) or 'all'}")
+    return endings
+
+
+def _plain(number: float) -> Any:
+    """32.0 as 32: other readers of adapter_config.json expect an integer where it is one."""
+    return int(number) if number == int(number) else number

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from tiny_models import quantized_pair, tiny_model
+from transformers import AutoModelForCausalLM
+
+from qerl.config import LoraConfig
+from qerl.nn.attention import packed_forward
+from qerl.nn.linear import PackedLinear
+from qerl.nn.lora import LoraLinear, adapters_disabled, attach_lora, load_adapter_weights, lora_factors
+from qerl.nn.recompute import recompute_layers
+from qerl.nn.rmsnorm import RMSNorm
+from qerl.nn.structure import decoder_layers
+from qerl.noise import NoiseDraw, applied, noise_sites
+
+IDS, ENDS = torch.arange(3, 33), torch.tensor([0, 11, 30])
+NEOX_TARGETS = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+PHI3_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def config(family="qwen2", **options):
+    targets = {"gpt_neox": NEOX_TARGETS, "phi3": PHI3_TARGETS}.get(family)
+    return LoraConfig(**({"r": 4, "alpha": 8} | ({"target_modules": targets} if targets else {}) | options))
+
+
+def adapted_model(family="qwen2", *, trained=True, **options):
+    """A packed model with adapters; B is random where `trained`, so that they do something."""
+    model = attach_lora(quantized_pair(family)[0], config(family, **options), seed=7)
+    if trained:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in trainable(model).values():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def hidden(model):
+    return packed_forward(model, IDS, ENDS)
+
+
+def gradients(model):
+    hidden(model).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in trainable(model).items()}
+
+
+def test_only_factors_are_trained_in_fp32(tmp_path):
+    model = adapted_model(trained=False)
+    parameters = trainable(model)
+    assert len(parameters) == 2 * 7 * 2  # A and B of seven linears in two layers
+    assert all("lora_" in name and parameter.dtype == torch.float32 for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt_neox"])
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(family):
+    base = hidden(quantized_pair(family)[0])
+    assert torch.equal(hidden(adapted_model(family, trained=False)), base)
+    model = adapted_model(family)
+    assert (hidden(model) - base).norm() > 1e-2 * base.norm()
+    with adapters_disabled(model):
+        assert torch.equal(hidden(model), base)
+    assert not torch.equal(hidden(model), base)
+
+
+def test_initialisation_is_a_function_of_seed_and_name():
+    def a_of(model):
+        return {name: p.detach() for name, p in model.named_parameters() if "lora_A" in name}
+
+    first = a_of(adapted_model(trained=False))
+    generator_state = torch.get_rng_state()
+    few = a_of(adapted_model(trained=False, target_modules=["down_proj"]))
+    assert few and all(torch.equal(first[name], a) for name, a in few.items())
+    other = a_of(attach_lora(quantized_pair("qwen2")[0], config(), seed=8))
+    assert not any(torch.equal(first[name], a) for name, a in other.items())
+    assert len({tuple(a.flatten()[:4].tolist()) for a in first.values()}) == len(first)
+    for a in first.values():
+        bound = a.shape[1] ** -0.5
+        assert a.abs().max() <= bound and a.std() == pytest.approx(bound / 3**0.5, rel=0.15)
+    torch.manual_seed(0)  # tiny_model's own; attach_lora itself must not move the global generator
+    torch.set_rng_state(generator_state)
+    base = tiny_model("qwen2")
+    state = torch.get_rng_state()
+    attach_lora(base, config(), seed=7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rank_alpha_and_rslora():
+    model = adapted_model(
+        use_rslora=True, rank_pattern={"down_proj": 2, r".*layers\.1\..*q_proj": 8}, alpha_pattern={"v_proj": 3}
+    )
+    layers = decoder_layers(model)
+    found = {
+        (index, name): lora_factors(layer.get_submodule(name))
+        for index, layer in enumerate(layers)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    }
+    assert {key: (f.a.shape[0], round(f.scaling, 6)) for key, f in found.items()} == {
+        (0, "self_attn.q_proj"): (4, 8 / 2),
+        (1, "self_attn.q_proj"): (8, round(8 / 8**0.5, 6)),
+        **{(i, "self_attn.v_proj"): (4, 3 / 2) for i in range(2)},
+        **{(i, "mlp.down_proj"): (2, round(8 / 2**0.5, 6)) for i in range(2)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_modules": ["q_porj"]}, "did you mean q_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head is not a linear of a decoder layer"),
+        ({"target_modules": ["self_attn"]}, "not a linear"),
+        ({"rank_pattern": {"layers.7.*": 2}}, "rank_pattern"),
+        ({"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "alpha_pattern"),
+    ],
+)
+def test_what_matches_nothing_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        attach_lora(tiny_model("qwen2"), config(**options), seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_is_the_equation_with_rounded_factors(dtype):
+    layer = decoder_layers(adapted_model())[0].mlp.up_proj
+    factors = lora_factors(layer)
+    x = torch.randn(5, 64).to(dtype)
+    delta = (x @ factors.a.to(dtype).T) @ factors.b.to(dtype).T
+    expected = (layer.base_layer(x).float() + factors.scaling * delta.float()).to(dtype)
+    assert torch.equal(layer(x), expected) and layer(x).dtype == dtype
+
+
+def test_factors_are_the_masters_and_go_with_the_switch():
+    model = adapted_model()
+    layer = decoder_layers(model)[0].self_attn.q_proj
+    assert isinstance(layer, LoraLinear) and isinstance(layer.base_layer, PackedLinear)
+    assert lora_factors(layer).a.data_ptr() == layer.lora_A["default"].weight.data_ptr()
+    with adapters_disabled(model):
+        assert lora_factors(layer) is None
+    assert lora_factors(layer.base_layer) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "phi3", "gpt_neox"])
+def test_adapter_gives_the_same_logits_in_plain_transformers_and_peft(family, tmp_path):
+    model = adapted_model(family, use_rslora=True, train_norms=family == "qwen3")
+    model.save_pretrained(tmp_path / "adapter")
+    quantized_pair(family)[1].save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    ids = IDS[None, :15]
+    with torch.no_grad():
+        expected, without = plain(input_ids=ids).logits, plain.get_base_model()
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=2e-4, rtol=2e-4)
+        with plain.disable_adapter():
+            assert (without(input_ids=ids).logits - expected).abs().max() > 1e-2
+
+
+def test_saved_config_is_what_other_readers_expect(tmp_path):
+    adapted_model().save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["r"] == 4 and isinstance(saved["lora_alpha"], int) and saved["peft_type"] == "LORA"
+    assert sorted(saved["target_modules"]) == sorted(config().target_modules) and saved["bias"] == "none"
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_saved_weights_come_back_bit_for_bit(tmp_path, train_norms):
+    model = adapted_model(train_norms=train_norms)
+    model.save_pretrained(tmp_path)
+    fresh = adapted_model(trained=False, train_norms=train_norms)
+    before = trainable(fresh)
+    load_adapter_weights(fresh, tmp_path)
+    for name, parameter in trainable(fresh).items():
+        assert parameter is before[name] and torch.equal(parameter, trainable(model)[name])
+    assert torch.equal(hidden(fresh), hidden(model))
+
+
+@pytest.mark.parametrize("options", [{"r": 8}, {"target_modules": ["q_proj"]}, {"train_norms": True}])
+def test_weights_of_another_adapter_are_refused(tmp_path, options):
+    adapted_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not fit"):
+        load_adapter_weights(adapted_model(**options), tmp_path)
+    with pytest.raises(ValueError, match="no adapter"):
+        load_adapter_weights(adapted_model(), tmp_path / "nowhere")
+
+
+def test_merging_into_codes_is_refused():
+    with pytest.raises(ValueError, match="packed"):
+        adapted_model().merge_and_unload()
+
+
+# ---------------------------------------------------------------------------------------------------- norms and noise
+
+
+def test_trained_norms_are_copies_that_noise_reaches():
+    model = adapted_model(trained=False, train_norms=True)
+    norms = {name: p for name, p in trainable(model).items() if "norm" in name}
+    assert len(norms) == 5 and all(p.dtype == torch.float32 for p in norms.values())
+    clean = hidden(model)
+    draw = NoiseDraw(seed=0, step=0, sigma=0.05)
+    with applied(model, draw):
+        noisy = hidden(model)
+        grads = torch.autograd.grad(noisy.square().sum(), list(norms.values()))
+    assert (noisy - clean).norm() > 1e-3 * clean.norm() and all(grad.abs().sum() > 0 for grad in grads)
+    assert torch.equal(hidden(model), clean)
+    plain = adapted_model(trained=False)
+    with applied(plain, draw):
+        torch.testing.assert_close(hidden(plain), noisy)
+    assert len(noise_sites(model)) == 4 and all(isinstance(site, RMSNorm) for site in noise_sites(model))
+
+
+def test_disabling_adapters_brings_the_original_norms_back():
+    model = adapted_model(train_norms=True)
+    base = hidden(quantized_pair("qwen2")[0])
+    assert (hidden(model) - base).norm() > 1e-2 * base.norm()
+    with adapters_disabled(model):
+        assert torch.equal(hidden(model), base)
+        with applied(model, NoiseDraw(seed=0, step=0, sigma=0.05)):
+            assert not torch.equal(hidden(model), base)
+    assert len(trainable(model)) == 2 * 7 * 2 + 5  # PEFT switches gradients off and on again with the adapters
+
+
+def test_norms_of_another_kind_cannot_be_trained():
+    with pytest.raises(ValueError, match="train_norms"):
+        attach_lora(quantized_pair("gpt_neox")[0], config("gpt_neox", train_norms=True), seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------- recomputation
+
+
+def saved_bytes(model):
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+    ):
+        output = hidden(model)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), output
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox"])
+def test_recomputation_reaches_every_adapter_and_changes_no_gradient(family):
+    kept, recomputed = adapted_model(family), adapted_model(family)
+    recompute_layers(recomputed)
+    expected, actual = gradients(kept), gradients(recomputed)
+    assert expected.keys() == actual.keys() == trainable(kept).keys()
+    for name in expected:
+        assert expected[name].abs().sum() > 0 and torch.equal(expected[name], actual[name])
+
+
+def test_recomputation_keeps_less():
+    kept, recomputed = adapted_model(), adapted_model()
+    recompute_layers(recomputed)
+    assert saved_bytes(recomputed)[0] < 0.25 * saved_bytes(kept)[0]
+
+
+def test_recomputation_under_noise_gives_the_same_gradient():
+    kept, recomputed = adapted_model(), adapted_model()
+    recompute_layers(recomputed)
+    results = []
+    for model in (kept, recomputed):
+        index = torch.tensor([0] * 11 + [1] * 19)
+        with applied(model, NoiseDraw(0, 0, 0.05, "prompt"), [1 << 32, 2 << 32], index):
+            results.append(gradients(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    name = next(name for name in results[0] if "layers.0.mlp.up_proj.lora_B" in name)
+    assert not torch.equal(gradients(adapted_model())[name], results[0][name])
