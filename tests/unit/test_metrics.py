@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+import qerl
+from qerl.config import TaskConfig
+from qerl.display import COLUMNS
 from qerl.metrics import METRICS, check_names, describe
+from qerl.report.plot import PANELS
+from qerl.rl.loss import LossSums
+from qerl.rl.rollout import RolloutStats
+from qerl.rl.summary import UpdateTotals, rollout_metrics
+from qerl.tasks import load_task
+from qerl.types import Completion, RolloutGroup
 
 
 def test_names_are_unique_and_every_row_is_complete():
@@ -55,3 +67,50 @@ def test_names_marked_as_trls_are_logged_by_trl():
 def test_the_table_needs_no_torch():
     code = "import sys, qerl.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---------------------------------------------------------------- the code against the table
+
+
+def test_every_metric_of_a_rollout_has_a_row():
+    task = load_task(TaskConfig(), seed=0)
+    group = RolloutGroup(
+        example=task.train_example(0),
+        prompt_ids=[1],
+        prompt_index=0,
+        completions=[Completion([2], [-0.1], [0.2], "stop"), Completion([3], [-0.1], [0.2], "length")],
+        texts=["a", "b"],
+        rewards=[0.0, 1.0],
+        reward_parts={"format": [0.0, 1.0]},
+    )
+    stats = RolloutStats(num_sampled_groups=1, num_rounds=1, num_new_tokens=2, reward_failures={"format": 0})
+    check_names(rollout_metrics([group], stats, task))
+
+
+def test_every_metric_of_an_update_has_a_row():
+    totals = UpdateTotals()
+    # what a loss adds to `sums` is held against the table in rl/test_loss.py
+    totals.add_micro_batch(torch.ones(()), torch.ones(3), LossSums(torch.tensor(3.0), {}, {}, {}))
+    totals.add_update(1e-5, 0.1, taken=True)
+    assert totals.metrics()["num_updates"] == 1
+    check_names(totals.metrics())
+
+
+def test_what_is_shown_and_plotted_has_a_row():
+    check_names(name for name, *_ in COLUMNS)
+    check_names(name for _, metrics, _ in PANELS for name, _ in metrics)
+
+
+def test_every_row_is_logged_somewhere():
+    # A name appears in the code as it is, or as an f-string with a function's name or a kind in it.
+    written: list[str] = []
+    for path in Path(qerl.__file__).parent.rglob("*.py"):
+        if path.name != "metrics.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [re.escape(str(p.value)) if isinstance(p, ast.Constant) else "[a-z_]*" for p in node.values]
+                    written += [pattern] if "/" in (pattern := "".join(parts)) else []
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    written.append(re.escape(node.value))
+    names = [metric.name.replace("{function}", "format") for metric in METRICS]
+    assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in written)] == []
