@@ -1,0 +1,401 @@
+"""A folder becomes a model ready to train adapters on: frozen, packed, with norms that take noise.
+
+    config.json -> transformers' model on the meta device (no memory)
+    shards -> one tensor at a time -> device -> NVFP4 -> PackedWeight      linears of decoder layers
+                                             -> one bf16 tensor a group    the same where `keep` or the format says so
+                                   -> as it is                             embedding, head, norms, biases
+
+q, k, v and gate, up share a global scale and one PackedWeight (or one dense tensor, of which their weights are row
+views), so that the engine computes each group as one product from the trainer's own storage. Folders that are packed
+already load exactly. The most memory above the model's own is one group's bf16 weights.
+
+Any decoder of transformers loads whose attention goes through its attention interface and whose logits are its head's
+output; what would compute something else here is refused by name. A norm is replaced by our RMSNorm only if it is shown
+to compute w * x / rms(x); the others (Gemma's 1 + w, LayerNorms) stay and take no noise.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from qerl.config import ModelConfig
+from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
+from qerl.formats.nvfp4 import BLOCK, NVFP4Tensor, quantize, shared_global_scale
+from qerl.kernels.w4a16 import pack
+from qerl.nn.attention import ATTENTION
+from qerl.nn.linear import PackedLinear
+from qerl.nn.rmsnorm import RMSNorm, rms_norm
+from qerl.nn.structure import causal_lm, decoder, decoder_layers, head
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
+"""The small model that comes with the package."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+# What packed attention computes; other layers carry a state from token to token, or attend in chunks.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen model in eval mode on `config.device`, and its tokenizer.
+
+    ValueError, naming the place and the fix: no such folder or a damaged one, an architecture that cannot train here,
+    tensors missing by name, a stored format that contradicts `config.format`, `keep` patterns that match nothing.
+    """
+    folder = EMBEDDED if config.path == "embedded" else Path(config.path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
+            "download one first, or use path = 'embedded'"
+        )
+    checkpoint = Checkpoint(folder)
+    if checkpoint.quantization and config.format == "bf16":
+        raise ValueError(f"model.format is bf16, but {folder} holds packed weights: use the bf16 folder, or nvfp4")
+    device = _device(config.device)
+    automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = automatic if config.dtype == "auto" else getattr(torch, config.dtype)
+
+    model = _model_on_meta(folder, dtype, config.trust_remote_code)
+    _materialize_buffers(model, device)
+    _replace_norms(model)
+    source = _Source(checkpoint, model)
+    groups = _plan_linears(model, source, config)
+    _check_names(model, source, groups)
+    for group in groups:
+        _load_group(model, source, group, config, device, dtype)
+    _load_rest(model, source, device)
+    model.tie_weights()
+    model.eval().requires_grad_(False)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    _check_head(model)
+    return model, _tokenizer(folder, config.trust_remote_code)
+
+
+def eos_token_ids(model: nn.Module) -> list[int]:
+    """Every token id that ends a completion: all of generation_config's, else the config's. ValueError when none."""
+    base = causal_lm(model)
+    for source in (base.generation_config, base.config):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return sorted({ids} if isinstance(ids, int) else set(ids))
+    raise ValueError(
+        f"{base.name_or_path} names no eos_token_id in generation_config.json or config.json: add it there"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- an empty model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"model.device is {name}, but torch sees no CUDA GPU: use 'auto' or 'cpu'")
+    return device
+
+
+def _model_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The architecture without weights. ValueError for one that cannot train here."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder}/config.json: {error}") from error
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
+        raise ValueError(
+            f"{folder} is a {config.model_type} model: only text decoders can be trained, no multimodal ones"
+        )
+    other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if other:
+        raise ValueError(f"{folder} has layers of type {', '.join(sorted(other))}: only attention layers can be packed")
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")  # the weights come from us, not from one of transformers' quantizers
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} ({config.model_type}) cannot be built as a causal language model: {error}"
+        ) from error
+    if not model._supports_attention_backend:
+        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: not supported")
+    model.name_or_path = str(folder)
+    return model
+
+
+def _materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute buffers that no file holds (rotary frequencies), by transformers' own rule for models built on meta."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()  # writes those buffers; parameters are on meta still, where writing does nothing
+
+
+def _replace_norms(model: PreTrainedModel) -> None:
+    left: list[str] = []
+    for name, module in list(model.named_modules()):
+        eps = _rms_norm_eps(module)
+        if eps is not None:
+            model.set_submodule(name, RMSNorm(module.get_parameter("weight"), eps))
+        elif "RMSNorm" in type(module).__name__:
+            left.append(name)
+    if left:
+        logger.warning("%d RMSNorms are not w * x / rms(x) and take no noise, such as %s", len(left), left[0])
+
+
+def _rms_norm_eps(module: nn.Module) -> float | None:
+    """The eps of a module that computes weight * x / sqrt(mean(x^2) + eps); None if it does not, by trying it out."""
+    parameters = dict(module.named_parameters())
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or not isinstance(eps, float):
+        return None
+    arguments = inspect.signature(module.forward).parameters.values()
+    if sum(argument.default is argument.empty for argument in arguments) != 1:
+        return None
+    width = parameters["weight"].numel()
+    probe = copy.deepcopy(module).to_empty(device="cpu").float()
+    weight = torch.linspace(0.5, 1.5, width)
+    probe.load_state_dict({"weight": weight})
+    x = torch.arange(2.0 * width).sin().view(2, width)
+    x[1] *= eps**0.5  # so small that eps counts
+    return eps if torch.allclose(probe(x), rms_norm(x, weight, eps), rtol=1e-4, atol=1e-6) else None
+
+
+# ------------------------------------------------------------------------------------------------- its weights
+
+
+class _Source:
+    """A folder's tensors under the names that the model gives them; transformers has renamed some since (embed_out)."""
+
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+        self.checkpoint = checkpoint
+        renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+        present: dict[str, Any] = model.state_dict()
+
+        def name_in_model(name: str) -> str:
+            return rename_source_key(name, renamings, [], model.base_model_prefix, present)[0]
+
+        self.tensors = {name_in_model(name): name for name in checkpoint.names()}
+        modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+        self.modules = {name_in_model(f"{name}.weight").removesuffix(".weight"): name for name in modules}
+
+    def is_packed(self, module: str) -> bool:
+        return module in self.modules and self.checkpoint.is_packed(self.modules[module])
+
+    def nvfp4(self, module: str) -> NVFP4Tensor:
+        return self.checkpoint.nvfp4(self.modules[module])
+
+    def tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(self.tensors[name])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Linears that read the same input and share one storage."""
+
+    names: tuple[str, ...]
+    packed: bool
+
+
+def _plan_linears(model: PreTrainedModel, source: _Source, config: ModelConfig) -> list[_Group]:
+    """Every linear of the decoder layers, in fused groups, and whether it is packed."""
+    layers = decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    linears = [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    modules = [name for name, _ in model.named_modules()]
+    for pattern in config.keep:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ValueError(f"model.keep: {pattern!r} matches no layer; names look like {linears[0]}")
+    undivided = [name for name in linears if _linear(model, name).in_features % BLOCK]
+    if undivided and config.format == "nvfp4":
+        logger.warning("%d linears stay dense, K being no multiple of %d: %s", len(undivided), BLOCK, _some(undivided))
+
+    def is_packed(name: str) -> bool:
+        kept = any(fnmatchcase(name, pattern) for pattern in config.keep)
+        if source.checkpoint.quantization is None:
+            return config.format == "nvfp4" and not kept and name not in undivided
+        if kept and source.is_packed(name):
+            raise ValueError(f"model.keep names {name}, which {model.name_or_path} holds packed: use the bf16 folder")
+        return source.is_packed(name)
+
+    groups = []
+    for names in _fused(linears):
+        packed = {is_packed(name) for name in names}
+        if len(packed) > 1:
+            raise ValueError(f"{', '.join(names)} are one product: pack all of them or (model.keep) none")
+        groups.append(_Group(names, packed.pop()))
+    if config.format == "nvfp4" and not any(group.packed for group in groups):
+        raise ValueError(f"no layer of {model.name_or_path} is packed: use model.format = 'bf16', or keep fewer layers")
+    return groups
+
+
+def _fused(linears: list[str]) -> Iterator[tuple[str, ...]]:
+    """The names in order, with those of one fused group together."""
+    present, done = set(linears), set[str]()
+    for name in linears:
+        parent, _, leaf = name.rpartition(".")
+        group = next((group for group in FUSED_GROUPS if leaf in group), (leaf,))
+        names = tuple(f"{parent}.{member}" for member in group)
+        if not present.issuperset(names):
+            names = (name,)
+        if name not in done:
+            done.update(names)
+            yield names
+
+
+def _check_names(model: PreTrainedModel, source: _Source, groups: list[_Group]) -> None:
+    """ValueError for what the model needs and the folder lacks; a warning for what the folder has in vain."""
+    tied = set(model.all_tied_weights_keys)
+    packed = {name for group in groups if group.packed for name in group.names if source.is_packed(name)}
+    needed = set(model.state_dict()) - tied - {f"{name}.weight" for name in packed}
+    missing = sorted(needed - set(source.tensors))
+    spare = sorted(
+        name
+        for name in set(source.tensors) - needed - tied
+        if name.rpartition(".")[0] not in packed and not name.endswith("rotary_emb.inv_freq")  # in old Llama folders
+    )
+    if missing:
+        instead = f"; it has {_some(spare)} instead" if spare else ""
+        raise ValueError(f"{model.name_or_path} lacks {len(missing)} tensors of the model: {_some(missing)}{instead}")
+    if spare:
+        logger.warning("%s: %d tensors are not part of the model: %s", model.name_or_path, len(spare), _some(spare))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def _load_group(
+    model: PreTrainedModel,
+    source: _Source,
+    group: _Group,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Fill a group's weights, from one storage, and biases."""
+    linears = [_linear(model, name) for name in group.names]
+    if group.packed:
+        packed = pack(_quantized(model, source, group, config, device))
+        for index, (name, linear) in enumerate(zip(group.names, linears, strict=True)):
+            bias = None if linear.bias is None else _read(source, f"{name}.bias", linear.bias, device)
+            model.set_submodule(name, PackedLinear(packed.part(index), bias))
+        return
+    fused = torch.empty(
+        sum(linear.out_features for linear in linears), linears[0].in_features, device=device, dtype=dtype
+    )
+    views = fused.split([linear.out_features for linear in linears])
+    for name, linear, view in zip(group.names, linears, views, strict=True):
+        view.copy_(_read(source, f"{name}.weight", linear.weight, device))
+        linear.weight = nn.Parameter(view, requires_grad=False)
+
+
+def _quantized(
+    model: PreTrainedModel, source: _Source, group: _Group, config: ModelConfig, device: torch.device
+) -> list[NVFP4Tensor]:
+    """A group's codes: as stored, or quantised now under one global scale."""
+    if source.checkpoint.quantization is not None:
+        parts = [source.nvfp4(name) for name in group.names]
+        for name, part in zip(group.names, parts, strict=True):
+            _check_shape(
+                f"{name}.weight",
+                (part.packed.shape[0], 2 * part.packed.shape[1]),
+                model.get_parameter(f"{name}.weight"),
+            )
+        return [NVFP4Tensor(*(tensor.to(device) for tensor in part)) for part in parts]
+    names = [f"{name}.weight" for name in group.names]
+    weights = [_read(source, name, model.get_parameter(name), device, cast=False) for name in names]
+    shared = shared_global_scale(weights, names)
+    return [quantize(w, scale=config.scale, global_scale=shared, name=n) for w, n in zip(weights, names, strict=True)]
+
+
+def _load_rest(model: PreTrainedModel, source: _Source, device: torch.device) -> None:
+    """Everything that is on meta still: embedding, head, norms, biases, persistent buffers."""
+    tied = set(model.all_tied_weights_keys)
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if not tensor.is_meta or name in tied:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        value = _read(source, name, tensor, device)
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
+
+
+def _linear(model: PreTrainedModel, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+def _read(source: _Source, name: str, like: Tensor, device: torch.device, *, cast: bool = True) -> Tensor:
+    """One tensor on the device, of the shape and (unless told not to) the dtype of `like`."""
+    tensor = source.tensor(name)
+    _check_shape(name, tuple(tensor.shape), like)
+    return tensor.to(device, like.dtype if cast else None)
+
+
+def _check_shape(name: str, shape: tuple[int, ...], like: Tensor) -> None:
+    if shape != tuple(like.shape):
+        raise ValueError(f"{name} is {list(shape)} in the file, but config.json makes it {list(like.shape)}")
+
+
+# ------------------------------------------------------------------------------------------------- what goes with it
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel) -> None:
+    """ValueError if logits are not the head's output as it is (Granite scales them, Gemma 2 caps them).
+
+    nn/head.py and the engine apply the head's weight themselves. The decoder is replaced by a constant for the check.
+    """
+    body, output = decoder(model), head(model)
+    hidden = torch.arange(2.0 * output.in_features, device=output.weight.device).sin().view(1, 2, -1)
+    hidden *= 50 / output(hidden.to(output.weight.dtype)).abs().amax()  # caps at 30 and the like must show
+    hidden = hidden.to(output.weight.dtype)
+
+    def constant(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+    body.forward = constant
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
+    finally:
+        del body.forward
+    if not torch.allclose(logits.float(), output(hidden).float(), rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} changes the logits after its head (a scale or a soft cap): not supported"
+        )
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):  # transformers would make an empty one
+        raise ValueError(f"{folder} has no tokenizer: {', '.join(_TOKENIZER_FILES)} are all missing")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder} has no tokenizer that transformers can read: {error}") from error
