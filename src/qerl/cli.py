@@ -20,7 +20,9 @@ app = typer.Typer(
     help="Reinforcement learning of large language models on one GPU, over frozen NVFP4 weights.",
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")
+]
 
 
 @app.command()
@@ -62,7 +64,9 @@ def quantize(
     def show(done: int, total: int) -> None:
         print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
 
-    report = quantize_checkpoint(source, target, scale=scale, keep=keep or [], device=resolve_device(device), progress=show)
+    report = quantize_checkpoint(
+        source, target, scale=scale, keep=keep or [], device=resolve_device(device), progress=show
+    )
     print(file=sys.stderr)
     for key, value in report.items():
         print(f"{key}: {value}")
@@ -71,7 +75,9 @@ def quantize(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help='Model folder, or "embedded".')],
-    prompt: Annotated[str | None, typer.Argument(help="The user's message; without one, a chat on the terminal.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The user's message; without one, a chat on the terminal.")
+    ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
     format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
     samples: Annotated[int, typer.Option("-n", help="Completions of the prompt.")] = 1,
@@ -118,7 +124,9 @@ def doctor() -> None:
 
 
 @app.command()
-def config(path: Annotated[Path | None, typer.Argument(help="A TOML file.")] = None, overrides: Overrides = None) -> None:
+def config(
+    path: Annotated[Path | None, typer.Argument(help="A TOML file.")] = None, overrides: Overrides = None
+) -> None:
     """Check a config and print it whole, defaults included, as JSON."""
     settings: RunConfig = load_config(path, overrides)
     print(settings.model_dump_json(indent=2))

@@ -38,7 +38,9 @@ class Display:
     def step(self, metrics: dict[str, Any]) -> None:
         """The line of a finished step."""
         step = metrics["step"]
-        parts = [f"{label} {form.format(metrics[name])}" for name, label, form in COLUMNS if metrics.get(name) is not None]
+        parts = [
+            f"{label} {form.format(metrics[name])}" for name, label, form in COLUMNS if metrics.get(name) is not None
+        ]
         if "time/step" in metrics:
             parts.append(f"{metrics['time/step']:.1f} s")
         self.message(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  " + "  ".join(parts) + self._eta(step))

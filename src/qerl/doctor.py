@@ -24,17 +24,26 @@ def report() -> list[tuple[str, str]]:
         ("disk here", f"{shutil.disk_usage('.').free / 1e9:.0f} GB free"),
     ]
     if not torch.cuda.is_available():
-        return [*rows, ("gpu", "none that torch can see"), ("products", "reference (PyTorch) on the CPU; runs are small here")]
+        return [
+            *rows,
+            ("gpu", "none that torch can see"),
+            ("products", "reference (PyTorch) on the CPU; runs are small here"),
+        ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         rows.append(
             (
                 f"gpu {index}",
-                f"{properties.name}, sm_{properties.major}{properties.minor}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free",
+                f"{properties.name}, sm_{properties.major}{properties.minor}, "
+                f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free",
             )
         )
-    path = "NVFP4 dequantised by a Triton kernel, then cuBLAS" if _version("triton") else "reference (PyTorch): triton is missing"
+    path = (
+        "NVFP4 dequantised by a Triton kernel, then cuBLAS"
+        if _version("triton")
+        else "reference (PyTorch): triton is missing"
+    )
     return [*rows, ("products", path)]
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.engine import Engine
 from qerl.philox import fold
 from qerl.tasks import Task
-from qerl.tasks.chat import encode_prompt
+from qerl.tasks.chat import decode, encode_prompt
 from qerl.types import Example, Request, SamplingParams
 
 EVALUATION_KEY = 0x6576616C  # "eval": separates its sampling keys from the training's of the same seed
@@ -65,7 +65,7 @@ def evaluate(
     results = engine.generate(requests, sampling, progress)
     completions = [completion for group in results for completion in group]
     grades = [
-        task.grade(tokenizer.decode(completion.token_ids, skip_special_tokens=True), example.columns)
+        task.grade(decode(tokenizer, completion.token_ids), example.columns)
         for example, group in zip(examples, results, strict=True)
         for completion in group
     ]

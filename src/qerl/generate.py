@@ -9,7 +9,7 @@ from qerl.engine import build_engine
 from qerl.nn.load import eos_token_ids, load_model
 from qerl.nn.lora import attach_saved_adapter
 from qerl.philox import fold
-from qerl.tasks.chat import encode_prompt
+from qerl.tasks.chat import decode, encode_prompt
 from qerl.types import Example, Request, SamplingParams
 
 
@@ -43,4 +43,4 @@ class Generator:
         request = Request(prompt_ids, [fold(seed, sample) for sample in range(samples)], max_new_tokens)
         sampling = SamplingParams(temperature or 1.0, top_p, greedy=temperature == 0)
         (completions,) = engine.generate([request], sampling)
-        return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        return [decode(self.tokenizer, c.token_ids) for c in completions]

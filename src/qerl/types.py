@@ -32,7 +32,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; for greedy decoding set greedy=True")
+            raise ValueError(
+                f"temperature must be above 0, got {self.temperature}; for greedy decoding set greedy=True"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
@@ -85,7 +87,7 @@ class Example:
 
     prompt: list[dict[str, str]]
     """Chat messages, each with a role and a content."""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """The data set's other columns (`answer`, ...), handed to reward functions by name."""
 
 
@@ -101,5 +103,5 @@ class RolloutGroup:
     """Decoded completions, as the reward functions saw them."""
     rewards: list[float]
     """Weighted sum of the reward functions, one a completion; NaN where none of them could score it."""
-    reward_parts: dict[str, list[float]] = field(default_factory=dict)
+    reward_parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Each reward function's own values; NaN where it returned None."""

@@ -47,8 +47,19 @@ def data(tmp_path_factory) -> Path:
 
 
 def start(output_dir: Path, data: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "qerl.cli", "train", f"output_dir={output_dir}", f"task.path={data}", *SETTINGS, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "qerl.cli",
+        "train",
+        f"output_dir={output_dir}",
+        f"task.path={data}",
+        *SETTINGS,
+        *options,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:

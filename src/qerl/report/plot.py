@@ -16,7 +16,11 @@ PANELS = (
     ("reward", (("reward", "mean"), ("reward_std", "standard deviation")), False),
     (
         "accuracy",
-        (("accuracy", "rollouts"), ("eval/accuracy", "held out, sampled"), ("eval/accuracy_greedy", "held out, greedy")),
+        (
+            ("accuracy", "rollouts"),
+            ("eval/accuracy", "held out, sampled"),
+            ("eval/accuracy_greedy", "held out, greedy"),
+        ),
         False,
     ),
     ("entropy [nats a token]", (("rollout_entropy", "rollout policy"), ("entropy", "trained policy")), False),
@@ -34,7 +38,9 @@ def plot_run(output_dir: Path) -> Path:
         for name, label in metrics:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), "o-" if name.startswith("eval/") else "-", label=label, markersize=4)
+                axis.plot(
+                    *zip(*points, strict=True), "o-" if name.startswith("eval/") else "-", label=label, markersize=4
+                )
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.3)

@@ -75,7 +75,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write the adapter in PEFT's layout, to a temporary name first."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    model.save_pretrained(staging)
+    model.save_pretrained(str(staging))
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)
 
@@ -93,11 +93,15 @@ def read_state(folder: Path) -> dict[str, Any]:
 def check_same_run(state: dict[str, Any], config: RunConfig, folder: Path) -> None:
     """Refuse to go on with settings that would have given another run; ValueError lists them."""
     old, new = _flatten(state["config"]), _flatten(config.model_dump())
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in FREE_SETTINGS]
+    changed = [
+        key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in FREE_SETTINGS
+    ]
     if changed:
         lines = [f"  {key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now" for key in changed]
         raise ValueError(
-            f"{folder} was made with other settings:\n" + "\n".join(lines) + "\nUse the same ones, or start anew in another output_dir."
+            f"{folder} was made with other settings:\n"
+            + "\n".join(lines)
+            + "\nUse the same ones, or start anew in another output_dir."
         )
 
 

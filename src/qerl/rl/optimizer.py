@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """The rate of update `update` (0-based) of `num_updates`: a linear rise over `warmup_ratio`, then the schedule's decay.
+    """The rate of update `update` (0-based) of `num_updates`: a linear rise over `warmup_ratio`, then the decay.
 
     The first update already has a rate above 0, and the last of a decaying schedule too.
     """

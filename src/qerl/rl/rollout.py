@@ -1,10 +1,10 @@
 """One step's rollout: prompts from the task, completions from the engine, rewards from the task or the user.
 
-    PromptStream.take -> Request(seeds keyed by seed, step, prompt, sample) -> Engine.generate -> RewardRunner -> RolloutGroup
+    PromptStream.take -> Request (seeds from seed, step, prompt, sample) -> Engine.generate -> RewardRunner -> RolloutGroup
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal are replaced by fresh
-prompts, for at most `max_resamples` extra rounds; what is missing then is missing, and counted. A prompt's number counts
-on through the rounds, so that no two prompts of a step share a random key.
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal give way to fresh
+prompts, for at most `max_resamples` extra rounds; what is missing then is missing, and counted. A prompt's number
+counts on through the rounds, so that no two prompts of a step share a random key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qerl.config import RunConfig
 from qerl.engine import Engine
 from qerl.rl.advantage import overlong_punishment, reward_varies
 from qerl.tasks import Task
-from qerl.tasks.chat import encode_prompt
+from qerl.tasks.chat import decode, encode_prompt
 from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, Request, RolloutGroup, SamplingParams
 
@@ -96,7 +96,7 @@ def collect_groups(
     config: RunConfig,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[RolloutGroup], RolloutStats]:
-    """Sample and score the groups of one step; at most `prompts_per_step` of them, fewer only under dynamic sampling."""
+    """Sample and score the groups of one step; `prompts_per_step` of them, or fewer under dynamic sampling."""
     rollout, loss = config.rollout, config.loss
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
     groups: list[RolloutGroup] = []
@@ -107,7 +107,9 @@ def collect_groups(
         requests = [
             Request(
                 prompt_ids=prompt_ids,
-                seeds=[philox.fold(config.seed, step, next_prompt + i, sample) for sample in range(rollout.num_generations)],
+                seeds=[
+                    philox.fold(config.seed, step, next_prompt + i, sample) for sample in range(rollout.num_generations)
+                ],
                 max_new_tokens=rollout.max_completion_length,
                 prompt_index=next_prompt + i,
             )
@@ -121,7 +123,7 @@ def collect_groups(
                 prompt_ids=request.prompt_ids,
                 prompt_index=request.prompt_index,
                 completions=group,
-                texts=[stream.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group],
+                texts=[decode(stream.tokenizer, c.token_ids) for c in group],
                 rewards=[],
             )
             for (example, _), request, group in zip(prompts, requests, completions, strict=True)

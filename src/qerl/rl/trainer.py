@@ -237,7 +237,7 @@ class Trainer:
         return table
 
     def _training_noise(self, micro: MicroBatch, draw: NoiseDraw | None) -> AbstractContextManager[None]:
-        """The rollout's own noise around a training pass, or none (PAPER: section 3.3 leaves it open; see docs/noise.md)."""
+        """The rollout's own noise around a training pass, or none."""
         if draw is None or not self.config.noise.same_noise_in_training:
             return nullcontext()
         return applied(self.model, draw, *micro.noise_streams(draw))
