@@ -73,7 +73,7 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     checkpoint = Checkpoint(folder)
     if checkpoint.quantization and config.format == "bf16":
         raise ValueError(f"model.format is bf16, but {folder} holds packed weights: use the bf16 folder, or nvfp4")
-    device = _device(config.device)
+    device = resolve_device(config.device)
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = automatic if config.dtype == "auto" else getattr(torch, config.dtype)
 
@@ -106,16 +106,17 @@ def eos_token_ids(model: nn.Module) -> list[int]:
     )
 
 
-# ------------------------------------------------------------------------------------------------- an empty model
-
-
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device called "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1". ValueError without a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {name}, but torch sees no CUDA GPU: use 'auto' or 'cpu'")
     return device
+
+
+# ------------------------------------------------------------------------------------------------- an empty model
 
 
 def _model_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -30,6 +30,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from peft import PeftModel
 from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -104,12 +106,27 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel:
         alpha_pattern={pattern: _plain(alpha) for pattern, alpha in lora.alpha_pattern.items()},
         modules_to_save=_norm_names(model) if lora.train_norms else None,
     )
-    config._register_custom_module({nn.Linear: LoraLinear})
-    with torch.random.fork_rng(devices=[]):  # PEFT's own initialisation, replaced below
-        adapted = peft.get_peft_model(causal_lm(model), config)
+    adapted = _attach(model, config)
     for name, module in causal_lm(adapted).named_modules():
         if isinstance(module, LoraLinear):
             _initialize(module, philox.fold(_KEY_DOMAIN, seed, zlib.crc32(name.encode())))
+    return adapted
+
+
+def attach_saved_adapter(model: nn.Module, folder: Path) -> PeftModel:
+    """Put a saved LoRA adapter, this package's or another's, on the model, frozen.
+
+    ValueError: no adapter there, one of another kind than LoRA (DoRA, biases), or for other layers than linears of the
+    decoder layers and RMSNorms.
+    """
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"no adapter in {folder}: adapter_config.json is missing")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(f"{folder} holds a {config.peft_type} adapter: only LoRA is supported")
+    config.inference_mode = True
+    adapted = _attach(model, config)
+    load_adapter_weights(adapted, folder)
     return adapted
 
 
@@ -137,6 +154,25 @@ def load_adapter_weights(model: PeftModel, folder: Path) -> None:
         tensor.copy_(saved[name])
 
 
+def _attach(model: nn.Module, config: peft.LoraConfig) -> PeftModel:
+    """Let PEFT wrap the layers. ValueError for what the forward pass here would leave out."""
+    beyond = [name for name in ("use_dora", "lora_bias", "target_parameters") if getattr(config, name, None)]
+    if beyond:
+        raise ValueError(f"the adapter is more than B A of linears ({', '.join(beyond)}): not supported")
+    config._register_custom_module({nn.Linear: LoraLinear})
+    with torch.random.fork_rng(devices=[]):  # PEFT initialises from the global generator; what it draws is replaced
+        adapted = peft.get_peft_model(causal_lm(model), config)
+    inside = {id(module) for layer in decoder_layers(adapted) for module in layer.modules()}
+    for name, module in causal_lm(adapted).named_modules():
+        if isinstance(module, BaseTunerLayer) and (not isinstance(module, LoraLinear) or id(module) not in inside):
+            raise ValueError(f"an adapter on {name} is not supported: only linears of decoder layers can have one")
+        if isinstance(module, LoraLinear) and module.lora_variant:
+            raise ValueError(f"the adapter on {name} is more than B A ({module.lora_variant}): not supported")
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module.original_module, RMSNorm):
+            raise ValueError(f"a trained {name} is not supported: only RMSNorms can be trained beside adapters")
+    return adapted
+
+
 def _factors(layer: LoraLinear) -> LoraFactors:
     (name,) = layer.active_adapters
     a, b = (part.get_parameter(f"{name}.weight") for part in (layer.lora_A, layer.lora_B))
@@ -154,22 +190,15 @@ def _initialize(layer: LoraLinear, key: int) -> None:
 
 
 def _targets(model: nn.Module, wanted: Iterable[str]) -> list[str]:
-    """Full names of the linears to adapt."""
-    layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    """Full names of the layers to adapt, by PEFT's rule: the whole name, or its end."""
     modules = dict(causal_lm(model).named_modules())
     targets: list[str] = []
     for target in wanted:
         found = [name for name in modules if name == target or name.endswith(f".{target}")]
-        known = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
         if not found:
+            known = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
             near = difflib.get_close_matches(target, known, n=1) or sorted(known)
             raise ValueError(f"lora.target_modules: no layer is called {target!r}; did you mean {' or '.join(near)}?")
-        for name in found:
-            if not isinstance(modules[name], nn.Linear) or id(modules[name]) not in layers:
-                raise ValueError(
-                    f"lora.target_modules: {name} is not a linear of a decoder layer; adapters go there alone "
-                    "(the head's log-probabilities are computed from its own weight)"
-                )
         targets += found
     return targets
 

@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 from qerl.config import LoraConfig
 from qerl.nn.attention import packed_forward
 from qerl.nn.linear import PackedLinear
-from qerl.nn.lora import LoraLinear, adapters_disabled, attach_lora, load_adapter_weights, lora_factors
+from qerl.nn.lora import (
+    LoraLinear,
+    adapters_disabled,
+    attach_lora,
+    attach_saved_adapter,
+    load_adapter_weights,
+    lora_factors,
+)
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers
@@ -113,8 +120,8 @@ def test_rank_alpha_and_rslora():
     ("options", "message"),
     [
         ({"target_modules": ["q_porj"]}, "did you mean q_proj"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head is not a linear of a decoder layer"),
-        ({"target_modules": ["self_attn"]}, "not a linear"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter on lm_head"),
+        ({"target_modules": ["self_attn"]}, "self_attn|Attention"),
         ({"rank_pattern": {"layers.7.*": 2}}, "rank_pattern"),
         ({"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "alpha_pattern"),
     ],
@@ -185,6 +192,39 @@ def test_weights_of_another_adapter_are_refused(tmp_path, options):
         load_adapter_weights(adapted_model(**options), tmp_path)
     with pytest.raises(ValueError, match="no adapter"):
         load_adapter_weights(adapted_model(), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("train_norms", [False, True])
+def test_a_saved_adapter_can_be_attached_anew(tmp_path, train_norms):
+    model = adapted_model(train_norms=train_norms, rank_pattern={"down_proj": 2}, use_rslora=True)
+    model.save_pretrained(tmp_path)
+    attached = attach_saved_adapter(quantized_pair("qwen2")[0], tmp_path)
+    assert torch.equal(hidden(attached), hidden(model)) and not trainable(attached)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "of linears .use_dora"),
+        ({"lora_bias": True}, "of linears .lora_bias"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "an adapter on lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "an adapter on model.embed_tokens"),
+        ({"modules_to_save": ["lm_head"]}, "a trained lm_head"),
+    ],
+)
+def test_adapters_that_would_be_applied_in_part_are_refused(tmp_path, options, message):
+    config = peft.LoraConfig(**({"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options))
+    peft.get_peft_model(quantized_pair("qwen2")[1], config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        attach_saved_adapter(quantized_pair("qwen2")[0], tmp_path)
+
+
+def test_a_folder_without_a_lora_adapter_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no adapter"):
+        attach_saved_adapter(quantized_pair("qwen2")[0], tmp_path)
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="only LoRA"):
+        attach_saved_adapter(quantized_pair("qwen2")[0], tmp_path)
 
 
 def test_merging_into_codes_is_refused():
