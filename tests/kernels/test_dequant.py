@@ -116,6 +116,15 @@ def test_the_op_equals_the_reference(device):
     check(weight, dequant(weight, torch.bfloat16))
 
 
+def test_a_buffer_made_in_inference_mode_serves_training(monkeypatch):
+    monkeypatch.setattr(op, "_buffers", {})
+    weight = random_weight(128, k=64)
+    with torch.inference_mode():
+        dequant(weight, torch.float32)
+    x = torch.ones(2, 64, requires_grad=True)
+    assert (x @ dequant(weight, torch.float32).T).requires_grad
+
+
 def test_the_scratch_buffer_is_reused_and_grows(monkeypatch):
     monkeypatch.setattr(op, "_buffers", {})
     large, small = random_weight(256, k=128), random_weight(128, k=64)

@@ -116,6 +116,13 @@ def test_every_quad_of_codes_survives():
     assert torch.equal(weight.dequantize()[0], dequantize(t))
 
 
+def test_the_word_that_the_documentation_works_out():
+    packed = torch.zeros(1, 8, dtype=torch.uint8)
+    packed[0, :2] = torch.tensor([0x45, 0xD3])
+    word = pack([NVFP4Tensor(packed, torch.ones(1, 1).to(torch.float8_e4m3fn), torch.ones(1))]).tiles[0, 0, :4]
+    assert word.view(torch.int32).item() == 0x03050143
+
+
 def test_padding_is_zero():
     weight = pack([random_tensor(130, 80)])
     whole = torch.full(weight.padded_shape, torch.nan)

@@ -13,8 +13,9 @@ scale, and then for each block either
     amax    block_scale = e4m3(amax(block) / 6 / global_scale): the largest value lands on 6
     sweep   the E4M3 code near that one with the least squared error over the block (data-free, 21-27 % less weight MSE)
 
-Contract: K is a multiple of 16; codes and scales are deterministic and equal on every device; memory beyond the result
-is a few MB, because rows are worked through in pieces. docs/nvfp4.md draws the bits and works a block by hand.
+Contract: K is a multiple of 16; codes and scales are deterministic and equal on every device; rows are worked through
+in pieces, so that memory beyond the result is a few MB (a few hundred on a GPU). docs/nvfp4.md draws the bits and works
+a block by hand.
 Files are formats/checkpoint.py's business, the order of bytes in memory kernels/layout.py's.
 """
 

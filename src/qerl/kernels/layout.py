@@ -21,8 +21,8 @@ a = h + 2 (j >> 1), in the order of the instruction's four registers:
           s0 s3 m3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
 
 Shifted left by 3 a and masked with 0x81C0, codes 0, 1 and 2 are the bf16 number e2m1 * 2^-126 (sign at bit 15, two
-exponent bits at 8 and 7, one mantissa bit at 6); code 3 is put together from three masks. That is what makes a decode
-cost less than two instructions a weight.
+exponent bits at 8 and 7, one mantissa bit at 6); code 3 is put together from three masks. So a decode costs about two
+instructions a weight, the scale's multiplication included.
 
 Contract: K is a multiple of 16 (NVFP4's block); N and K that do not divide are padded with zero codes and zero scales.
 A product of several linears (q, k, v; gate, up) is one PackedWeight of several parts, each padded to whole tiles, never
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     """The scale of all its rows, on the host (a GEMM's alpha); None where they differ."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Storage:
     """What views share. A move replaces the tensors here, once."""
 

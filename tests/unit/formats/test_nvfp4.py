@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -274,6 +275,18 @@ def test_rows_worked_through_in_pieces_change_nothing(monkeypatch):
     assert torch.equal(whole.packed, pieces.packed) and torch.equal(scale_codes_of(whole), scale_codes_of(pieces))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", ["amax", "sweep"])
+def test_every_device_chooses_the_same_bits(scale):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    weight = gaussian(512, 1024).bfloat16()
+    a, b = quantize(weight, scale=scale), quantize(weight.cuda(), scale=scale)
+    assert torch.equal(a.packed, b.packed.cpu()) and torch.equal(scale_codes_of(a), scale_codes_of(b).cpu())
+    assert torch.equal(a.global_scale, b.global_scale.cpu())
+    assert torch.equal(dequantize(a), dequantize(b).cpu())
+
+
 # Properties
 
 blocks = st.lists(st.floats(-100, 100, width=32), min_size=32, max_size=32)
@@ -390,3 +403,29 @@ def test_compressed_tensors_rounds_to_the_same_codes():
     module = {"weight": weight, "weight_scale": t.block_scale.float(), "weight_global_scale": 1 / scale}
     theirs = NVFP4PackedCompressor.compress(module, SCHEME)["weight_packed"]
     assert torch.equal(theirs, t.packed)
+
+
+# The documentation's block
+
+
+def test_the_worked_block_of_the_documentation():
+    page = (Path(__file__).parents[3] / "docs" / "nvfp4.md").read_text()
+    weight = torch.zeros(1, 32)
+    weight[0, :16] = torch.tensor([51, 30, 22, -50, -60, -27, 23, -23, -10, 33, -16, 0, -13, 0, 47, 50]) / 1000
+    weight[0, 16] = 2.688
+    for rule, scale, squared_error in (("amax", 10, 375), ("sweep", 16, 67)):
+        t = quantize(weight, scale=rule)
+        assert t.global_scale.item() == pytest.approx(0.001) and t.block_scale.float()[0, 0].item() == scale
+        error = (dequantize(t) - weight)[0, :16].mul(1000).square().sum().item()
+        assert error == pytest.approx(squared_error, abs=0.01) and f"Squared error: {squared_error}." in page
+        codes = codes_of(t)[0, :16].tolist()
+        rows = {
+            f"w / {scale}": [f"{round(1000 * w) / scale:.1f}" for w in weight[0, :16].tolist()],
+            "e2m1": [f"{E2M1_VALUES[c]:.1f}" for c in codes],
+            "back": [f"{1000 * w:.0f}" for w in dequantize(t)[0, :16].tolist()],
+        }
+        if rule == "sweep":
+            rows["code"] = [f"{c:X}" for c in codes]
+            assert " ".join(f"{byte:02X}" for byte in t.packed[0, :8].tolist()) in page
+        for name, cells in rows.items():
+            assert f"{name:<6}" + "".join(f"{cell:>5}" for cell in cells) in page
