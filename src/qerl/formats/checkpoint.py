@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,18 +45,6 @@ _NOT_A_PRODUCT = re.compile(r"norm|embed|router|(^|_)gate$")  # last names of ma
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 
 
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
-
-
-class _Shard(Protocol):
-    """What safetensors' file handle, which has no types of its own, offers."""
-
-    def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> Tensor: ...
-    def get_slice(self, name: str) -> _Slice: ...
-
-
 class Checkpoint:
     """A transformers model folder, opened; tensors are read when asked for.
 
@@ -69,8 +57,8 @@ class Checkpoint:
         self.config = _read_json(self.folder / "config.json")
         self.quantization: Literal["compressed-tensors", "modelopt"] | None = _quantization(self.folder, self.config)
         self.shards = _shard_names(self.folder)
-        self._files = {name: _open(self.folder / name) for name in self.shards}
-        self._shard_of = {tensor: shard for shard, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        self._files = {name: _open(self.folder / name) for name in self.shards}  # handles, which have no types
+        self._shard_of: dict[str, str] = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
         _check_index(self.folder, self._shard_of)
 
     def names(self, shard: str | None = None) -> list[str]:
@@ -83,7 +71,7 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor in bf16, fp16 or fp32, on the host. ValueError: not stored, or of another dtype."""
-        tensor = self._file(name).get_tensor(name)
+        tensor: Tensor = self._file(name).get_tensor(name)
         if tensor.dtype not in _DENSE:
             raise ValueError(f"{self._place(name)} is {tensor.dtype}, where bf16, fp16 or fp32 was expected")
         return tensor
@@ -114,7 +102,7 @@ class Checkpoint:
             raise ValueError(f"{self._place(global_name)} must be one positive number, is {global_scale}")
         return NVFP4Tensor(packed, block_scale, 1 / global_scale if divides else global_scale)
 
-    def _file(self, name: str) -> _Shard:
+    def _file(self, name: str) -> Any:
         if name not in self._shard_of:
             raise ValueError(f"{self.folder} has no tensor {name}")
         return self._files[self._shard_of[name]]
@@ -123,7 +111,7 @@ class Checkpoint:
         return f"{self.folder / self._shard_of[name]}: {name}"
 
     def _checked(self, name: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
-        tensor = self._file(name).get_tensor(name)
+        tensor: Tensor = self._file(name).get_tensor(name)
         if tensor.dtype != dtype:
             raise ValueError(f"{self._place(name)} is {tensor.dtype}, where {dtype} was expected")
         if shape is not None and tuple(tensor.shape) != shape:
@@ -196,9 +184,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def _open(path: Path) -> _Shard:
+def _open(path: Path) -> Any:
     try:
-        return cast(_Shard, safe_open(path, framework="pt"))
+        return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: download the folder again") from None
     except SafetensorError as error:
