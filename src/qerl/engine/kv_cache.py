@@ -85,6 +85,7 @@ class KVCache:
         )
         # The same memory, addressed by token: row page * PAGE_SIZE + offset.
         self._rows = self.pool.flatten(2, 3)
+        self._copies = self.pool[0, :, :0]
 
     def write(
         self, layer: int, rows: Int64[Tensor, " t"], k: Float[Tensor, "t kv_heads d"], v: Float[Tensor, "t kv_heads d"]
@@ -96,10 +97,19 @@ class KVCache:
     def read(
         self, layer: int, page_table: Int64[Tensor, "b pages"]
     ) -> tuple[Float[Tensor, "b t kv_heads d"], Float[Tensor, "b t kv_heads d"]]:
-        """A copy of the pages of b sequences, t = pages * PAGE_SIZE; rows past a sequence's end are finite junk."""
-        k, v = (self.pool[layer, i].index_select(0, page_table.flatten()) for i in (0, 1))
-        shape = (page_table.shape[0], -1, *k.shape[2:])
-        return k.view(shape), v.view(shape)
+        """The pages of b sequences side by side, t = pages * PAGE_SIZE, until the next call overwrites them.
+
+        Rows past a sequence's end are finite junk.
+        """
+        pages = page_table.flatten()
+        if self._copies.shape[1] < len(pages):
+            # One buffer for all layers and steps: fresh memory would cost as much as the copy, in page faults.
+            self._copies = self.pool.new_empty(2, len(pages), *self.pool.shape[3:])
+        copies = self._copies[:, : len(pages)]
+        for source, copy in zip(self.pool[layer], copies, strict=True):
+            torch.index_select(source, 0, pages, out=copy)
+        k, v = copies.unflatten(1, page_table.shape).flatten(2, 3)
+        return k, v
 
     def copy_pages(self, source: Int64[Tensor, " n"], target: Int64[Tensor, " n"]) -> None:
         """Copy n whole pages, in every layer. No page is both source and target."""
