@@ -64,7 +64,8 @@ class DecodeAttention:
         page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
         self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
         columns = torch.arange(page_table.shape[1] * PAGE_SIZE, device=positions.device)
-        self._mask = (columns <= positions[:, None])[:, None, None]
+        mask = torch.zeros(len(positions), len(columns), dtype=cache.pool.dtype, device=positions.device)
+        self._mask = mask.masked_fill_(columns > positions[:, None], -torch.inf)[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_policies import CONFIGS, VOCABULARY, gap, policy, requests, scatter_adapters
+from tiny_policies import CONFIGS, VOCABULARY, assert_as_exact_as_transformers, gap, policy, requests, scatter_adapters
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import PagedEngine, build_engine
@@ -67,6 +67,11 @@ def test_plain_weights_without_adapters(family: str) -> None:
     model = policy(family, packed=False, lora=False)
     asked = requests(9, 20)
     assert gap(model, asked, paged(model).generate(asked, SAMPLING), None) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bf16_is_as_exact_as_transformers(family: str) -> None:
+    assert_as_exact_as_transformers(family, "completion", "cpu")
 
 
 def test_base_weights_are_read_in_place_and_fused() -> None:

@@ -12,7 +12,8 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 
-from qerl.config import LoraConfig
+from qerl.config import LoraConfig, RolloutConfig
+from qerl.engine.engine import build_engine
 from qerl.formats.nvfp4 import quantize
 from qerl.kernels.layout import pack
 from qerl.nn.attention import ATTENTION
@@ -21,7 +22,7 @@ from qerl.nn.lora import LoraLinear, attach_lora
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers
 from qerl.noise import NoiseDraw, applied
-from qerl.types import Completion, Request
+from qerl.types import Completion, Request, SamplingParams
 
 VOCABULARY = 97
 SIZES = dict(
@@ -50,8 +51,20 @@ CONFIGS = {
 }
 
 
-def policy(family: str, *, packed: bool = True, lora: bool = True, seed: int = 0, **config: object) -> nn.Module:
-    """A random model of a family in fp32. All of its biases, norms and B are away from their starting values."""
+def policy(
+    family: str,
+    *,
+    packed: bool = True,
+    lora: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **config: object,
+) -> nn.Module:
+    """A random model of a family. All of its biases, norms and B are away from their starting values.
+
+    Weights are numbers that bf16 holds, so that models of one seed are equal whatever their dtype.
+    """
     torch.manual_seed(seed)
     model_config = CONFIGS[family]()
     for name, value in config.items():
@@ -63,12 +76,14 @@ def policy(family: str, *, packed: bool = True, lora: bool = True, seed: int = 0
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3)  # transformers' initialisation is so small that logits depend on little
+            parameter.copy_(parameter.bfloat16())
+    model.to(dtype)
     for name, module in list(model.named_modules()):
         if hasattr(module, "variance_epsilon"):
             model.set_submodule(name, RMSNorm(module.get_parameter("weight"), module.variance_epsilon))
     if packed:
         pack_linears(model)
-    model.requires_grad_(False)
+    model.requires_grad_(False).to(device)
     if not lora:
         return model
     adapted = attach_lora(model, LoraConfig(r=4, alpha=6, rank_pattern={"k_proj": 3}), seed=seed)
@@ -90,7 +105,9 @@ def scatter_adapters(model: nn.Module, size: float = 0.3) -> None:
     """Give every B random entries."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
-            nn.init.normal_(module.lora_B["default"].weight, std=size)
+            b = module.lora_B["default"].weight
+            with torch.no_grad():
+                b.copy_(torch.randn(b.shape) * size)  # on the CPU: the same on every device
 
 
 @torch.no_grad()
@@ -103,14 +120,16 @@ def reference_logprobs(
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """Log-probabilities of a completion by transformers' forward pass: the prompt's stream, then the completion's."""
-    ids = torch.tensor([request.prompt_ids + list(token_ids)])
+    device = next(model.parameters()).device
+    ids = torch.tensor([request.prompt_ids + list(token_ids)], device=device)
     streams, index = [0], None
     if draw is not None:
         streams = [draw.stream(request.prompt_index), draw.stream(request.prompt_index, sample)]
-        index = (torch.arange(ids.shape[1]) >= len(request.prompt_ids)).long()
+        index = (torch.arange(ids.shape[1], device=device) >= len(request.prompt_ids)).long()
     with applied(model, draw, streams, index):
         logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+    logprobs = (logits.float().cpu() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
 
 
 def gap(
@@ -127,6 +146,40 @@ def gap(
         for j, c in enumerate(group)
     ]
     return float(torch.cat(differences).mean())
+
+
+def assert_as_exact_as_transformers(family: str, per: str, device: str) -> None:
+    """bf16: at most 1.5 times as far from fp32 as transformers' forward is, and far from what noise or LoRA change.
+
+    All three see the same codes, adapters and noise, and score the tokens that the engine drew.
+    """
+    draw = NoiseDraw(seed=1, step=1, sigma=5e-2, per=per)
+    model, exact = policy(family, dtype=torch.bfloat16, device=device), policy(family)
+    engine = build_engine(model, eos_ids=(), config=RolloutConfig(engine="qerl"))
+    engine.sync(draw)
+    asked = requests(3, 20, 41, samples=4, max_new_tokens=48)
+    results = engine.generate(asked, SamplingParams())
+
+    def difference(a: str, b: str) -> float:
+        scores = []
+        for name in (a, b):
+            for request, group in zip(asked, results, strict=True):
+                for j, c in enumerate(group):
+                    noise = None if name == "no noise" else draw
+                    scores.append(
+                        torch.tensor(c.logprobs)
+                        if name == "engine"
+                        else reference_logprobs(model if name == "bf16" else exact, request, j, c.token_ids, noise)
+                    )
+        left, right = torch.cat(scores).chunk(2)
+        return float((left - right).abs().mean())
+
+    ours, theirs = difference("engine", "fp32"), difference("bf16", "fp32")
+    assert 0 < ours <= 1.5 * theirs
+    assert ours <= difference("fp32", "no noise") / 4
+    with exact.disable_adapter():
+        without_adapter = difference("engine", "fp32")
+    assert ours <= without_adapter / 4
 
 
 def requests(*prompt_lengths: int, samples: int = 3, max_new_tokens: int = 24, seed: int = 0) -> list[Request]:

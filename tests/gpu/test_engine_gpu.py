@@ -1,0 +1,42 @@
+"""The paged engine on a GPU in bf16: as close to fp32 as transformers is, and independent of the batch's company."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "engine"))
+from tiny_policies import CONFIGS, assert_as_exact_as_transformers, policy, requests
+
+from qerl.config import RolloutConfig
+from qerl.engine.engine import build_engine
+from qerl.types import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("per", ["rollout", "completion"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bf16_is_as_exact_as_transformers(family: str, per: str) -> None:
+    assert_as_exact_as_transformers(family, per, "cuda")
+
+
+def test_a_full_house_gives_what_one_slot_gives() -> None:
+    """In fp32, where rounding does not decide between tokens: slots, pages, late looks and moves on the device."""
+    model = policy("qwen2", device="cuda")
+    asked = requests(5, 33, 17, 2, samples=7, max_new_tokens=40)
+    crowded, alone = (
+        build_engine(model, eos_ids=range(9), config=RolloutConfig(max_batch_size=n)).generate(asked, SamplingParams())
+        for n in (11, 1)
+    )
+    for group, other in zip(crowded, alone, strict=True):
+        assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+def test_too_large_a_cache_names_the_setting() -> None:
+    engine = build_engine(policy("qwen2", device="cuda"), eos_ids=(), config=RolloutConfig(kv_cache_tokens=10**12))
+    with pytest.raises(ValueError, match=r"lower rollout\.kv_cache_tokens"):
+        engine.generate(requests(5), SamplingParams())
