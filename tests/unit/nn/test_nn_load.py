@@ -191,6 +191,12 @@ def test_packed_forward_and_generate_run(folders):
     assert model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None).shape == (1, 41)
 
 
+def test_the_embedded_model_is_a_path():
+    model, tokenizer = load_model(ModelConfig(device="cpu"))
+    assert model.config.model_type == "qwen2" and len(tokenizer) == head(model).out_features
+    assert eos_token_ids(model) == [tokenizer.eos_token_id]
+
+
 def test_tokenizer_and_generation_config(copied):
     folder = copied("llama")
     (folder / "generation_config.json").write_text(

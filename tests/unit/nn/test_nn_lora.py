@@ -65,6 +65,14 @@ def test_only_factors_are_trained_in_fp32(tmp_path):
     assert all("lora_" in name and parameter.dtype == torch.float32 for name, parameter in parameters.items())
 
 
+def test_masters_of_a_bf16_base_are_fp32_and_unrounded():
+    """PEFT would have rounded A to the base's dtype first."""
+    dense = attach_lora(tiny_model("qwen2").bfloat16(), config(), seed=7)
+    packed = trainable(adapted_model(trained=False))
+    for name, parameter in trainable(dense).items():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, packed[name])
+
+
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt_neox"])
 def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(family):
     base = hidden(quantized_pair(family)[0])
