@@ -140,6 +140,8 @@ class RolloutConfig(Section):
     """Drop tokens below this share of the most likely one; 0 is off."""
     max_batch_size: int = Field(default=256, ge=1)
     """Most sequences that decode at a time."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; off, each of a step's kernels is launched anew (slower, the same tokens)."""
     kv_cache_tokens: int | None = Field(default=None, ge=64)
     """Tokens that the KV cache holds; default: what max_batch_size sequences of full length need."""
 

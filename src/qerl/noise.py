@@ -36,7 +36,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float32, Int64
@@ -114,7 +114,6 @@ class NoiseDraw:
 # ---------------------------------------------------------------------------------------------------------- application
 
 
-@runtime_checkable
 class NoiseSite(Protocol):
     """A norm that takes noise: `nn.RMSNorm`, or anything with the same two attributes."""
 
@@ -162,7 +161,7 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
         norm = norm.original_module if clean else norm.modules_to_save[norm.active_adapters[0]]
     if norm is None:
         raise ValueError(f"noise: {place} has no {name}; set noise.enabled = false to train this architecture")
-    if not isinstance(norm, NoiseSite):
+    if not (hasattr(norm, "weight") and hasattr(norm, "noise")):
         raise ValueError(
             f"noise: {place}.{name} is a {type(norm).__name__} without a `.noise` slot: load the model with "
             "qerl.nn.load_model, which puts qerl's RMSNorm in its place"
@@ -220,7 +219,6 @@ class Observation(NamedTuple):
     """Mean over groups of the standard deviation of a group's rewards."""
 
 
-@runtime_checkable
 class NoiseController(Protocol):
     """Says sigma of each rollout. Its state is part of a checkpoint."""
 

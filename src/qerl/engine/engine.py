@@ -2,7 +2,7 @@
 
     sync      adapters and norms: model -> buffers; probe                                   model.py, norms.py, probe.py
     generate  requests -> groups -> [ admit -> prefill -> start -> decode -> take ]* -> completions
-                                      scheduler.py   runner.py, which uses model.py, attention.py, sampler.py
+                                      scheduler.py   runner.py, which uses model.py, attention.py, sampler.py, graphs.py
 
 The base weights are the trainer's own tensors. Keys and values live for one call of `generate`, so none can outlive a
 policy or noise update. `build_engine` picks this engine where it knows the architecture, else hf.py, with a warning.
@@ -90,12 +90,14 @@ class PagedEngine:
         scheduler = Scheduler(groups, pool, num_slots)
         runner = Runner(
             self._decoder,
-            self._new_cache(pool.size),
+            self._new_cache(pool.size + 1),  # and a spare page, see runner.py
             sampling,
             self._eos_ids,
             num_slots=num_slots,
             pages_per_slot=max(group.sequence_pages for group in groups),
             max_new_tokens=max(group.request.max_new_tokens for group in groups),
+            spare_page=pool.size,
+            graphs=self._config.cuda_graphs,
         )
         while not scheduler.is_done:
             for running, completion in self._step(scheduler, runner):
@@ -115,7 +117,8 @@ class PagedEngine:
         completed = [
             (scheduler.running[slot], completion) for slot, completion in zip(ended, runner.take(ended), strict=True)
         ]
-        runner.move(scheduler.finish(ended))
+        if ended:
+            runner.move(scheduler.finish(ended), len(scheduler.running))
         return completed
 
     def _num_pages(self, groups: Sequence[Group], num_slots: int) -> int:

@@ -102,14 +102,18 @@ class KVCache:
         Rows past a sequence's end are finite junk.
         """
         pages = page_table.flatten()
-        if self._copies.shape[1] < len(pages):
-            # One buffer for all layers and steps: fresh memory would cost as much as the copy, in page faults.
-            self._copies = self.pool.new_empty(2, len(pages), *self.pool.shape[3:])
+        self.reserve_copies(len(pages))
         copies = self._copies[:, : len(pages)]
         for source, copy in zip(self.pool[layer], copies, strict=True):
             torch.index_select(source, 0, pages, out=copy)
         k, v = copies.unflatten(1, page_table.shape).flatten(2, 3)
         return k, v
+
+    def reserve_copies(self, pages: int) -> None:
+        """Make room for what `read` returns. One buffer for all layers and steps: fresh memory would cost as much as
+        the copy in page faults, and a CUDA graph needs its address to stay."""
+        if self._copies.shape[1] < pages:
+            self._copies = self.pool.new_empty(2, pages, *self.pool.shape[3:])
 
     def copy_pages(self, source: Int64[Tensor, " n"], target: Int64[Tensor, " n"]) -> None:
         """Copy n whole pages, in every layer. No page is both source and target."""

@@ -2,15 +2,16 @@
 
     prefill   tokens of whole prompts, packed -> their keys and values in pages, logits after their last token
     start     completions enter the next free slots: pages copied, first token drawn from the prompt's logits
-    decode    one token for every slot in use: embed, attend over pages, sample, record    (repeated without the host)
+    decode    one token for every slot in use: embed, attend over pages, sample, record    (graphs.py, without the host)
 
 A slot's state is one row of each tensor in `_Slots`; rows 0 .. n-1 are in use (scheduler.py closes holes, `move`
-repeats it here), so a step works on slices at fixed addresses and holds no decision of the host: a CUDA graph can
-replay it. A completion that has ended (EOS or length) stays as it is, whatever steps follow, until the host looks: its
-counters stand still and what is drawn for it lands in a spare column. The host looks after every step on a CPU, after
-several on a GPU, and then learns in one transfer who has ended.
+repeats it here), so a step works on slices at fixed addresses and holds no decision of the host: a CUDA graph replays
+it. The other rows have finished, at position 0 of the spare page, so that a step may run over them. A completion that
+has ended (EOS or length) stays as it is, whatever steps follow, until the host looks: its counters stand still and what
+is drawn for it lands in a spare column. The host looks after every step on a CPU, after several on a GPU, and then
+learns in one transfer who has ended.
 
-Called by engine.py, which does what the scheduler decided. Leaves out chunks of long prompts and CUDA graphs.
+Called by engine.py, which does what the scheduler decided. Leaves out chunks of long prompts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
 from qerl.engine.attention import DecodeAttention, PromptAttention
+from qerl.engine.graphs import StepRunner
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
@@ -75,12 +77,20 @@ class Runner:
         num_slots: int,
         pages_per_slot: int,
         max_new_tokens: int,
+        spare_page: int,
+        graphs: bool,
     ) -> None:
+        """spare_page: a page of the cache that no sequence has; graphs: replay decode steps as CUDA graphs."""
         self._decoder, self._cache, self._sampling = decoder, cache, sampling
         self._eos_ids = frozenset(eos_ids)
         self._eos = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=decoder.device)
         self._prompt_logits: dict[int, Float32[Tensor, " v"]] = {}
         self._steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
+        self._spare_page = spare_page
+        self._steps = StepRunner(
+            self._step, max_slots=num_slots, max_pages=pages_per_slot, device=decoder.device, graphs=graphs
+        )
+        cache.reserve_copies(num_slots * pages_per_slot)
         sites, size = decoder.norms.clean.shape
 
         def rows(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -99,6 +109,7 @@ class Runner:
             drawn_entropies=rows(max_new_tokens + 1, dtype=torch.float32),
             gains=rows(sites if decoder.norms.per_slot else 0, size, dtype=torch.float32),
         )
+        self._vacate(0)
 
     def prefill(self, groups: Sequence[Group]) -> None:
         """Run prompts, once each, into their pages; keep the logits after each prompt until its group has started."""
@@ -165,11 +176,11 @@ class Runner:
         steps = min(self._steps_per_look, remaining)
         pages = min(num_pages(longest + steps), slots.page_table.shape[1])
         for _ in range(steps):
-            self._step(slots, pages)
+            self._steps.run(num_slots, pages)
         return slots.finished.nonzero()[:, 0].tolist()
 
-    def _step(self, slots: _Slots, pages: int) -> None:
-        decoder = self._decoder
+    def _step(self, num_slots: int, pages: int) -> None:
+        decoder, slots = self._decoder, self._slots.range(0, num_slots)
         gains = Gains(slots.gains.transpose(0, 1) if decoder.norms.per_slot else decoder.norms.shared)
         attend = DecodeAttention(self._cache, slots.page_table[:, :pages], slots.positions)
         hidden = decoder.forward(slots.tokens, slots.positions, gains, attend)
@@ -200,11 +211,18 @@ class Runner:
             for n, ids, logprobs, entropies in zip(counts, *columns, strict=True)
         ]
 
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy slots' state from sources to targets, as the scheduler did."""
-        if not moves:
-            return
-        source, target = torch.tensor(moves, device=self._decoder.device).T
-        for field in fields(self._slots):
-            rows = getattr(self._slots, field.name)
-            rows[target] = rows[source]
+    def move(self, moves: Sequence[tuple[int, int]], in_use: int) -> None:
+        """Copy slots' state from sources to targets, as the scheduler did; slots from `in_use` on are empty now."""
+        if moves:
+            source, target = torch.tensor(moves, device=self._decoder.device).T
+            for field in fields(self._slots):
+                rows = getattr(self._slots, field.name)
+                rows[target] = rows[source]
+        self._vacate(in_use)
+
+    def _vacate(self, first: int) -> None:
+        empty = self._slots.range(first, len(self._slots.finished))
+        empty.page_table.fill_(self._spare_page)
+        empty.positions.zero_()
+        empty.counts.zero_()
+        empty.finished.fill_(True)

@@ -1,6 +1,6 @@
 """One step's rollout: prompts from the task, completions from the engine, rewards from the task or the user.
 
-    PromptStream.take -> Request (seeds from seed, step, prompt, sample) -> Engine.generate -> RewardRunner -> RolloutGroup
+    PromptStream.take -> Request (seeds: seed, step, prompt, sample) -> Engine.generate -> RewardRunner -> RolloutGroup
 
 With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) groups whose rewards are all equal give way to fresh
 prompts, for at most `max_resamples` extra rounds; what is missing then is missing, and counted. A prompt's number
