@@ -13,6 +13,7 @@ from tiny_policies import CONFIGS, assert_as_exact_as_transformers, policy, requ
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import build_engine
+from qerl.noise import NoiseDraw
 from qerl.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -34,6 +35,19 @@ def test_a_full_house_gives_what_one_slot_gives() -> None:
     )
     for group, other in zip(crowded, alone, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+@pytest.mark.parametrize("per", ["rollout", "completion"])
+def test_graphs_give_the_bits_of_eager_steps(per: str) -> None:
+    model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
+    asked = requests(5, 33, 17, 2, 130, samples=7, max_new_tokens=150)
+    graphs, eager = (
+        build_engine(model, eos_ids=range(2), config=RolloutConfig(max_batch_size=20, cuda_graphs=on))
+        for on in (True, False)
+    )
+    for engine in (graphs, eager):
+        engine.sync(NoiseDraw(seed=1, step=2, sigma=1e-2, per=per))
+    assert graphs.generate(asked, SamplingParams()) == eager.generate(asked, SamplingParams())
 
 
 def test_too_large_a_cache_names_the_setting() -> None:
