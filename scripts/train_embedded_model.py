@@ -8,7 +8,7 @@ working step by step, now and then a digit slips in a step, and some forget a ta
 too seldom, which is what reinforcement learning with a verifiable reward can find and strengthen. Decoding greedily
 does not find it: on long sums the guess is the most likely course.
 
-The skill has to survive in NVFP4. In the last part of the training the forward pass therefore sees NVFP4-rounded weights
+The skill has to survive in NVFP4, so in the last part of the training the forward pass sees NVFP4-rounded weights
 (straight-through gradient, arXiv 1308.3432).
 
 Only training problems of `qerl.tasks.arithmetic` are used, of difficulties 1 to 3; the printed accuracies are those of
