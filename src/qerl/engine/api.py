@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
@@ -35,6 +35,7 @@ class SyncReport:
     """Against the same policy without noise; 0 without noise."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Samples completions from the trainer's model."""
 

@@ -11,7 +11,7 @@ would need one) and prompts that are continued from pages.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.nn.attention import Packing, attend_packed
 
 
+@runtime_checkable
 class Attention(Protocol):
     """What the decoder calls in every layer."""
 

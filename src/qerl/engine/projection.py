@@ -29,7 +29,7 @@ Weight = PackedWeight | Tensor
 class Projection:
     """x [.., K] -> y_0 [.., N_0], y_1 [.., N_1], ...: one of a decoder layer's four products."""
 
-    def __init__(self, linears: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+    def __init__(self, linears: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """linears: as they stand in the model, with or without PEFT's wrapper; dtype: of x."""
         self._linears = list(linears)
         self._dtype = dtype

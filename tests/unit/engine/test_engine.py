@@ -298,7 +298,7 @@ def test_dead_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiny_adapters_and_noise_are_not_taken_for_dead() -> None:
-    model = policy("qwen2").to(torch.bfloat16)
+    model = policy("qwen2", dtype=torch.bfloat16)
     scatter_adapters(model, size=1e-9)
     report = paged(model).sync(NoiseDraw(seed=0, step=0, sigma=1e-7))
     assert report.num_live_adapters == 14
