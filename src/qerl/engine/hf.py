@@ -39,7 +39,7 @@ class TransformersEngine:
         self._device: torch.device = embedding.weight.device
         self._vocab_size = len(embedding.weight)
         parameters = inspect.signature(self._lm.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.2x
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # the old name goes with 5.40
         self._has_positions, self._can_skip_logits = "position_ids" in parameters, "logits_to_keep" in parameters
         warnings.warn(f"sampling with transformers' forward pass, which is slow: {reason}", UserWarning, stacklevel=3)
         self.sync(None)

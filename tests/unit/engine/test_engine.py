@@ -10,6 +10,7 @@ from tiny_policies import CONFIGS, VOCABULARY, assert_as_exact_as_transformers, 
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import PagedEngine, build_engine
+from qerl.engine.graphs import StepRunner
 from qerl.engine.model import Decoder
 from qerl.engine.projection import Projection
 from qerl.engine.runner import Runner
@@ -201,6 +202,27 @@ def test_late_looks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     every_step = paged(model, eos_ids=range(12), max_batch_size=5).generate(asked, SAMPLING)
     monkeypatch.setattr("qerl.engine.runner.STEPS_PER_LOOK", {"cpu": 7})
     assert_same(paged(model, eos_ids=range(12), max_batch_size=5).generate(asked, SAMPLING), every_step)
+
+
+def test_slots_that_a_bucket_has_too_many_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's steps run at rounded-up sizes, here without graphs: the rows not in use must touch nothing."""
+    model = policy("qwen2")
+    asked = requests(5, 20, 9, 33, samples=4, max_new_tokens=21)
+    exact = paged(model, eos_ids=range(6), max_batch_size=11)
+    exact.sync(NoiseDraw(seed=3, step=2, sigma=5e-2, per="completion"))
+    expected = exact.generate(asked, SAMPLING)
+    sizes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    bucket = StepRunner.bucket
+
+    def rounded_up(steps: StepRunner, num_slots: int, pages: int) -> tuple[int, int]:
+        steps._bucketed = True
+        sizes.append(((num_slots, pages), bucket(steps, num_slots, pages)))
+        return sizes[-1][1]
+
+    monkeypatch.setattr(StepRunner, "bucket", rounded_up)
+    assert_same(exact.generate(asked, SAMPLING), expected)
+    assert all(wanted[0] <= run[0] <= 11 and wanted[1] <= run[1] for wanted, run in sizes)
+    assert any(wanted[0] < run[0] for wanted, run in sizes)
 
 
 def test_every_eos_id_ends_a_completion() -> None:
