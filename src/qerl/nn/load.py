@@ -83,10 +83,11 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     source = _Source(checkpoint, model)
     groups = _plan_linears(model, source, config)
     _check_names(model, source, groups)
+    _load_all_but(groups, model, source, device)
     for group in groups:
         _load_group(model, source, group, config, device, dtype)
-    _load_rest(model, source, device)
     model.tie_weights()
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
     model.eval().requires_grad_(False)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -151,11 +152,18 @@ def _model_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool) ->
 
 def _materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute buffers that no file holds (rotary frequencies), by transformers' own rule for models built on meta."""
-    for module in model.modules():
+    names = []
+    for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-    model.initialize_weights()  # writes those buffers; parameters are on meta still, where writing does nothing
+            if name in module._non_persistent_buffers_set and buffer.is_meta and buffer.is_floating_point():
+                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
+                names.append(f"{prefix}.{name}")
+            elif name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    model.initialize_weights()  # what it writes into parameters is overwritten by the folder's tensors
+    for name in names:
+        if model.get_buffer(name).isnan().any():
+            raise ValueError(f"{type(model).__name__} does not say how its buffer {name} is computed: not supported")
 
 
 def _replace_norms(model: PreTrainedModel) -> None:
@@ -229,6 +237,8 @@ def _plan_linears(model: PreTrainedModel, source: _Source, config: ModelConfig) 
     layers = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     linears = [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    if not linears:
+        raise ValueError(f"the layers of {type(model).__name__} have no nn.Linear to pack or adapt: not supported")
     modules = [name for name, _ in model.named_modules()]
     for pattern in config.keep:
         if not any(fnmatchcase(name, pattern) for name in modules):
@@ -292,6 +302,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
+def _load_all_but(groups: list[_Group], model: PreTrainedModel, source: _Source, device: torch.device) -> None:
+    """Everything but the weights of `groups`: embedding, head, norms, biases, persistent buffers."""
+    later = {f"{name}.weight" for group in groups for name in group.names} | set(model.all_tied_weights_keys)
+    for name, tensor in list(model.state_dict(keep_vars=True).items()):
+        if name not in later:
+            value = _read(source, name, tensor, device)
+            parent, _, leaf = name.rpartition(".")
+            setattr(
+                model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+            )
+
+
 def _load_group(
     model: PreTrainedModel,
     source: _Source,
@@ -300,13 +322,12 @@ def _load_group(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Fill a group's weights, from one storage, and biases."""
+    """Fill a group's weights from one storage. Its biases are there already."""
     linears = [_linear(model, name) for name in group.names]
     if group.packed:
         packed = pack(_quantized(model, source, group, config, device))
         for index, (name, linear) in enumerate(zip(group.names, linears, strict=True)):
-            bias = None if linear.bias is None else _read(source, f"{name}.bias", linear.bias, device)
-            model.set_submodule(name, PackedLinear(packed.part(index), bias))
+            model.set_submodule(name, PackedLinear(packed.part(index), linear.bias))
         return
     fused = torch.empty(
         sum(linear.out_features for linear in linears), linears[0].in_features, device=device, dtype=dtype
@@ -336,17 +357,6 @@ def _quantized(
     return [quantize(w, scale=config.scale, global_scale=shared, name=n) for w, n in zip(weights, names, strict=True)]
 
 
-def _load_rest(model: PreTrainedModel, source: _Source, device: torch.device) -> None:
-    """Everything that is on meta still: embedding, head, norms, biases, persistent buffers."""
-    tied = set(model.all_tied_weights_keys)
-    for name, tensor in list(model.state_dict(keep_vars=True).items()):
-        if not tensor.is_meta or name in tied:
-            continue
-        parent, _, leaf = name.rpartition(".")
-        value = _read(source, name, tensor, device)
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value)
-
-
 def _linear(model: PreTrainedModel, name: str) -> nn.Linear:
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
@@ -368,6 +378,13 @@ def _check_shape(name: str, shape: tuple[int, ...], like: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------- what goes with it
 
 
+class _Output(BaseModelOutputWithPast):
+    """Has what some decoders return besides (router logits, cross attentions), as nothing."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 @torch.no_grad()
 def _check_head(model: PreTrainedModel) -> None:
     """ValueError if logits are not the head's output as it is (Granite scales them, Gemma 2 caps them).
@@ -380,7 +397,7 @@ def _check_head(model: PreTrainedModel) -> None:
     hidden = hidden.to(output.weight.dtype)
 
     def constant(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+        return _Output(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
 
     body.forward = constant
     try:
