@@ -5,7 +5,7 @@
 A and B are fp32 masters, rounded to x's dtype in every forward pass; the last step is one addition in fp32, rounded
 once. `add_lora` is that equation, and the engine computes the same one from what `lora_factors` hands it.
 
-PEFT owns names, files and switches: `save_pretrained` writes an adapter that plain transformers + PEFT (and vLLM) load
+PEFT owns names, files and switches: `save_pretrained` writes an adapter that plain transformers + PEFT load
 over the original base, and `adapters_disabled` gives the reference policy. What differs here: A is drawn from a key
 (seed, layer name), the same on any device and in any order; a target or pattern that matches nothing is an error; and
 merging into packed codes is refused. With `train_norms` PEFT trains a copy of each RMSNorm and saves it with the
