@@ -45,6 +45,11 @@ class Task(Protocol):
         ...
 
     @property
+    def num_eval_examples(self) -> int | None:
+        """Number of held-out problems; None when they are generated, as many as are asked for."""
+        ...
+
+    @property
     def reward_functions(self) -> Sequence[RewardSpec]:
         """What a completion is paid for when `rewards.functions` names nothing else."""
         ...

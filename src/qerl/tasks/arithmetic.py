@@ -57,6 +57,7 @@ class ArithmeticTask:
 
     name = "arithmetic"
     num_train_examples = None
+    num_eval_examples = None
     reward_functions = (RewardSpec("format", format_reward, 0.2), RewardSpec("correctness", numeric_reward, 1.0))
 
     def __init__(self, *, difficulty: int, seed: int, system_prompt: str | None = None) -> None:

@@ -53,6 +53,11 @@ class GSM8KTask:
         """Number of training problems."""
         return len(self._train)
 
+    @property
+    def num_eval_examples(self) -> int:
+        """Number of held-out problems."""
+        return len(self._held_out)
+
     def train_example(self, index: int) -> Example:
         """Return training problem `index` of `num_train_examples`, in the file's order."""
         return self._example(self._train[index])

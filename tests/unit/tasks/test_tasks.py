@@ -102,6 +102,7 @@ def test_arithmetic_is_endless_and_ordered_by_the_seed():
     def problems(seed):
         task = load_task(TaskConfig(difficulty=3), seed)
         assert task.num_train_examples is None
+        assert task.num_eval_examples is None
         return [task.train_example(i).columns["problem"] for i in range(20)]
 
     assert problems(0) == problems(0) != problems(1)
@@ -138,6 +139,7 @@ def test_the_last_tenth_is_held_out_without_a_test_file(tmp_path, as_folder):
     write(tmp_path / "train.jsonl", [row(i) for i in range(30)])
     task = gsm8k(tmp_path if as_folder else tmp_path / "train.jsonl")
     assert task.num_train_examples == 27
+    assert task.num_eval_examples == len(task.eval_examples(task.num_eval_examples)) == 3
     assert [example.columns["question"] for example in task.eval_examples(3)] == [
         row(i)["question"] for i in (27, 28, 29)
     ]
