@@ -270,7 +270,7 @@ def accuracy(
     inputs = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
     ids = model.generate(**inputs, max_new_tokens=72, do_sample=not greedy)
     texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    grades = [task.grade(text, example.columns) for text, example in zip(texts, examples, strict=True)]
+    grades = task.grade_batch(texts, [example.columns for example in examples])
     return sum(grade is True for grade in grades) / num_problems
 
 

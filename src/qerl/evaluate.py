@@ -64,11 +64,10 @@ def evaluate(
     ]
     results = engine.generate(requests, sampling, progress)
     completions = [completion for group in results for completion in group]
-    grades = [
-        task.grade(decode(tokenizer, completion.token_ids), example.columns)
-        for example, group in zip(examples, results, strict=True)
-        for completion in group
-    ]
+    grades = task.grade_batch(
+        [decode(tokenizer, completion.token_ids) for completion in completions],
+        [example.columns for example, group in zip(examples, results, strict=True) for _ in group],
+    )
     return Evaluation(
         accuracy=sum(grade is True for grade in grades) / len(grades),
         num_problems=len(examples),

@@ -26,7 +26,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: T
     lengths = [len(c.token_ids) for c in completions]
     ended = [len(c.token_ids) for c in completions if not c.truncated]
     entropies = [h for c in completions for h in c.entropies]
-    grades = [task.grade(text, group.example.columns) for group in groups for text in group.texts]
+    grades = task.grade_batch(
+        [text for group in groups for text in group.texts],
+        [group.example.columns for group in groups for _ in group.texts],
+    )
     scored = [[r for r in group.rewards if not math.isnan(r)] for group in groups]
     metrics = {
         "reward": _mean(rewards),

@@ -62,10 +62,13 @@ class Task(Protocol):
         """Return `n` problems that are never trained on, the same for every seed; ValueError when too few exist."""
         ...
 
-    def grade(self, text: str, columns: Mapping[str, Any], *, require_tags: bool = True) -> bool | None:
-        """Whether a completion is right: what accuracy counts. None: the grader could not tell; counted, never dropped.
+    def grade_batch(
+        self, texts: Sequence[str], columns: Sequence[Mapping[str, Any]], *, require_tags: bool = True
+    ) -> list[bool | None]:
+        """Whether each completion is right, given its problem's columns: what accuracy counts.
 
-        `require_tags=False` looks for the final answer outside the answer tags too.
+        None: the grader could not tell; counted, never dropped. `require_tags=False` looks for the final answer outside
+        the answer tags too.
         """
         ...
 

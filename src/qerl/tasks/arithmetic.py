@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,12 @@ class ArithmeticTask:
         """Return the first `n` held-out problems, the same for every seed."""
         return [self._example(problem) for problem in held_out_problems(self.difficulty, n)]
 
-    def grade(self, text: str, columns: Mapping[str, Any], *, require_tags: bool = True) -> bool | None:
-        """Whether a completion states the right number, see `numbers.grade`."""
-        return numbers.grade(text, columns["answer"], require_tags=require_tags)
+    def grade_batch(
+        self, texts: Sequence[str], columns: Sequence[Mapping[str, Any]], *, require_tags: bool = True
+    ) -> list[bool | None]:
+        """Whether each completion states the right number, see `numbers.grade`."""
+        pairs = zip(texts, columns, strict=True)
+        return [numbers.grade(text, row["answer"], require_tags=require_tags) for text, row in pairs]
 
     def _example(self, problem: str) -> Example:
         columns = {"problem": problem, "answer": str(solve(problem)[1]), "solution": worked_solution(problem)}

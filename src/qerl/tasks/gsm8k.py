@@ -10,7 +10,7 @@ Any data of this form will do: an `answer` without `####` is the number itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,12 @@ class GSM8KTask:
             )
         return [self._example(row) for row in self._held_out[:n]]
 
-    def grade(self, text: str, columns: Mapping[str, Any], *, require_tags: bool = True) -> bool | None:
-        """Whether a completion states the right number, see `numbers.grade`."""
-        return numbers.grade(text, columns["answer"], require_tags=require_tags)
+    def grade_batch(
+        self, texts: Sequence[str], columns: Sequence[Mapping[str, Any]], *, require_tags: bool = True
+    ) -> list[bool | None]:
+        """Whether each completion states the right number, see `numbers.grade`."""
+        pairs = zip(texts, columns, strict=True)
+        return [numbers.grade(text, row["answer"], require_tags=require_tags) for text, row in pairs]
 
     def _example(self, row: dict[str, str]) -> Example:
         return Example(build_prompt(row["question"], self.system_prompt), dict(row))

@@ -67,11 +67,10 @@ def test_an_example_cannot_be_changed_through_its_copy(task):
 def test_the_reference_is_graded_right_and_another_number_wrong(task):
     for example in [task.train_example(0), *task.eval_examples(2)]:
         answer = example.columns["answer"]
-        assert task.grade(f"<answer>{answer}</answer>", example.columns) is True
-        assert task.grade(f"<answer>{answer}9</answer>", example.columns) is False
-        assert task.grade(f"It is {answer}", example.columns) is False
-        assert task.grade(f"It is {answer}", example.columns, require_tags=False) is True
-        assert task.grade(f"<answer>{answer}</answer>", {**example.columns, "answer": "?"}) is None
+        texts = [f"<answer>{answer}</answer>", f"<answer>{answer}9</answer>", f"It is {answer}"]
+        assert task.grade_batch(texts, [example.columns] * 3) == [True, False, False]
+        assert task.grade_batch(texts, [example.columns] * 3, require_tags=False) == [True, False, True]
+        assert task.grade_batch(texts[:1], [{**example.columns, "answer": "?"}]) == [None]
 
 
 def test_system_prompts_are_replaced(gsm8k_folder):
@@ -114,9 +113,8 @@ def test_arithmetic_holds_out_the_same_problems_for_every_seed():
 
 def test_the_worked_solution_is_graded_right():
     task = load_task(TaskConfig(difficulty=5), seed=0)
-    for i in range(50):
-        columns = task.train_example(i).columns
-        assert task.grade(columns["solution"], columns) is True
+    columns = [task.train_example(i).columns for i in range(50)]
+    assert task.grade_batch([row["solution"] for row in columns], columns) == [True] * 50
 
 
 # ---------------------------------------------------------------- GSM8K's files
