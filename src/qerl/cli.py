@@ -6,6 +6,7 @@ Mistakes of a user end in one line on stderr and exit code 2; a run that was sto
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +63,8 @@ def quantize(
         raise ValueError(f"--scale {scale}: choose sweep or amax")
 
     def show(done: int, total: int) -> None:
-        print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty() or done == total:
+            print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
 
     report = quantize_checkpoint(
         source, target, scale=scale, keep=keep or [], device=resolve_device(device), progress=show
@@ -142,6 +144,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry point of the `qerl` command."""
+    # transformers renames its switches; PEFT still uses the old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         app()
     except (ConfigError, ValueError) as error:

@@ -50,9 +50,9 @@ class RunLog:
             ],
         )
 
-    def rewind(self, last_step: int) -> None:
-        """Drop what was written for steps after `last_step`."""
-        for path in (self.metrics_path, self.completions_path):
+    def rewind(self, *, metrics_step: int, completions_step: int) -> None:
+        """Drop the lines of steps after these; -1 drops all."""
+        for path, last_step in ((self.metrics_path, metrics_step), (self.completions_path, completions_step)):
             if path.exists():
                 lines = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= last_step]
                 staging = path.with_suffix(".tmp")

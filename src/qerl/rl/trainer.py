@@ -102,6 +102,9 @@ class Trainer:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         if checkpoint is not None:
             self._restore(checkpoint)
+        # What a killed run wrote past its newest checkpoint will be written again. A step's completions are written
+        # before its evaluation, its metrics after it.
+        self.log.rewind(metrics_step=self.step - (self.pending is not None), completions_step=self.step)
 
     # ------------------------------------------------------------------ the loop
 
