@@ -5,10 +5,11 @@ Mistakes of a user end in one line on stderr and exit code 2; a run that was sto
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +25,12 @@ app = typer.Typer(
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")
 ]
+
+EVAL_SETTINGS = (
+    "model.",
+    "task.",
+    *(f"rollout.{k}" for k in ("engine", "cuda_graphs", "kv_cache_tokens", "top_k", "min_p")),
+)
 
 
 @app.command()
@@ -106,6 +113,93 @@ def generate(
         print("\n\n".join(texts))
         history.append({"role": "assistant", "content": texts[0]})
         seed += 1
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str | None, typer.Argument(help='Model folder, or "embedded"; none with --from-parquet.', show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the config, such as task.difficulty=3.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A task's name; default arithmetic.")] = None,
+    path: Annotated[str | None, typer.Option(help="File or folder with the task's data.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Compare with this adapter, other model, or results.parquet, on the same problems."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Completions of each problem in the sampled mode; 0: none.")] = 4,
+    temperature: Annotated[float, typer.Option(help="Of the sampled mode.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling of the sampled mode; 1 is off.")] = 0.95,
+    greedy: Annotated[bool, typer.Option(help="Measure greedy decoding.")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many held-out problems.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 512,
+    seed: Annotated[int, typer.Option(help="Key of the sampling.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.parquet and summary.json; default: only print.")
+    ] = None,
+    tag_free: Annotated[
+        bool, typer.Option("--tag-free", help="Put tag-free grading first; both are always reported.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(help="Most sequences that decode at a time; bounds memory.")] = 256,
+    format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
+    from_parquet: Annotated[
+        Path | None, typer.Option(help="Grade the completions of this results.parquet anew, without a model.")
+    ] = None,
+) -> None:
+    """Measure accuracy on a task's held-out problems: greedy, Pass@1, pass@k, majority@k, with 95 % intervals."""
+    from qerl.evaluate.command import Settings, run
+    from qerl.evaluate.files import read_settings
+
+    if model is not None and "=" in model:
+        model, overrides = None, [model, *(overrides or [])]
+    if (model is None) == (from_parquet is None):
+        raise ValueError("qerl eval needs a model's folder or --from-parquet FILE, and not both")
+    options = {
+        "model.path": model,
+        "model.format": format,
+        "task.name": task,
+        "task.path": path,
+        "rollout.temperature": temperature,
+        "rollout.top_p": top_p,
+        "rollout.max_completion_length": max_new_tokens,
+        "rollout.max_batch_size": batch_size,
+        "seed": seed,
+    }
+    if from_parquet is not None and task is None:  # the grader of the task that was measured
+        saved = read_settings(from_parquet)["task"]
+        options = {f"task.{key}": value for key, value in saved.items()} | {
+            k: v for k, v in options.items() if v is not None
+        }
+    settings = _eval_config(options, overrides or [])
+    run(
+        Settings(
+            model=settings.model,
+            task=settings.task,
+            rollout=settings.rollout,
+            adapter=adapter,
+            compare_with=compare,
+            greedy=greedy,
+            num_samples=samples,
+            limit=limit,
+            seed=settings.seed,
+            tag_free=tag_free,
+            output_dir=output,
+            from_parquet=from_parquet,
+        )
+    )
+
+
+def _eval_config(options: dict[str, Any], overrides: list[str]) -> RunConfig:
+    """The config that an evaluation takes its sections from; ConfigError for settings that it would not read."""
+    for override in overrides:
+        if not override.startswith(EVAL_SETTINGS):
+            raise ConfigError(f"{override}: an evaluation reads {', '.join(EVAL_SETTINGS)}, and its options (--help)")
+    options = options | {"loss.importance_sampling": False}  # nothing is trained, so top-p is free
+    given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items() if value is not None]
+    return load_config(None, given + overrides)
 
 
 @app.command()

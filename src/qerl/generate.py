@@ -1,11 +1,18 @@
-"""Sampling for a person: chat messages in, texts out. What `qerl generate` calls."""
+"""A policy to sample from: base model, adapter, tokenizer. And sampling for a person: chat messages in, texts out.
+
+`load_policy` is what `qerl generate` and `qerl eval` load; `Generator` is what `qerl generate` calls.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
 from qerl.config import ModelConfig, RolloutConfig
-from qerl.engine import build_engine
+from qerl.engine import Engine, build_engine
 from qerl.nn.load import eos_token_ids, load_model
 from qerl.nn.lora import attach_saved_adapter
 from qerl.philox import fold
@@ -13,17 +20,34 @@ from qerl.tasks.chat import decode, encode_prompt
 from qerl.types import Example, Request, SamplingParams
 
 
+@dataclass(frozen=True)
+class Policy:
+    """A loaded model, with its adapter where it has one."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: list[int]
+
+    def build_engine(self, config: RolloutConfig) -> Engine:
+        """An engine over it, synchronised without noise."""
+        return build_engine(self.model, eos_ids=self.eos_ids, config=config)
+
+
+def load_policy(config: ModelConfig, adapter: Path | None = None) -> Policy:
+    """Load a model and put a saved adapter on it; ValueError names what is missing or does not fit."""
+    model, tokenizer = load_model(config)
+    eos_ids = eos_token_ids(model)
+    return Policy(model if adapter is None else attach_saved_adapter(model, adapter), tokenizer, eos_ids)
+
+
 class Generator:
-    """A loaded model with its engine.
+    """A policy with an engine for each prompt.
 
     The KV cache is made for one prompt of the size at hand, so that a small machine can run a large context.
     """
 
     def __init__(self, config: ModelConfig, adapter: Path | None = None) -> None:
-        self.model, self.tokenizer = load_model(config)
-        self.eos_ids = eos_token_ids(self.model)
-        if adapter is not None:
-            self.model = attach_saved_adapter(self.model, adapter)
+        self.policy = load_policy(config, adapter)
 
     def __call__(
         self,
@@ -36,11 +60,13 @@ class Generator:
         seed: int = 0,
     ) -> list[str]:
         """`samples` completions of a chat; temperature 0 is greedy."""
-        prompt_ids = encode_prompt(self.tokenizer, Example(messages))
-        config = RolloutConfig(max_completion_length=max_new_tokens, max_batch_size=samples)
-        engine = build_engine(self.model, eos_ids=self.eos_ids, config=config)
-        engine.sync(None)
-        request = Request(prompt_ids, [fold(seed, sample) for sample in range(samples)], max_new_tokens)
+        tokenizer = self.policy.tokenizer
+        engine = self.policy.build_engine(RolloutConfig(max_completion_length=max_new_tokens, max_batch_size=samples))
+        request = Request(
+            encode_prompt(tokenizer, Example(messages)),
+            [fold(seed, sample) for sample in range(samples)],
+            max_new_tokens,
+        )
         sampling = SamplingParams(temperature or 1.0, top_p, greedy=temperature == 0)
         (completions,) = engine.generate([request], sampling)
-        return [decode(self.tokenizer, c.token_ids) for c in completions]
+        return [decode(tokenizer, c.token_ids) for c in completions]

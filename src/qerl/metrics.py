@@ -86,6 +86,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("noise/relative", "1", "Noise against the norm weights it is added to: |Z| / |w|, rms over norms."),
     # evaluation: held-out problems, adapters on, noise off
     Metric("eval/accuracy", "share", "Mean over problems of the share of right sampled completions."),
+    Metric("eval/accuracy_low", "share", "Lower end of its 95 % interval, over problems."),
+    Metric("eval/accuracy_high", "share", "Upper end of it."),
+    Metric("eval/accuracy_tag_free", "share", "The same completions, with the answer taken where it is found."),
     Metric("eval/accuracy_greedy", "share", "Problems solved by greedy decoding."),
     Metric("eval/num_problems", "problems", "Problems of the evaluation."),
     Metric("eval/clipped_ratio", "share", "Sampled completions cut off by the length limit."),

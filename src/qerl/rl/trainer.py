@@ -324,16 +324,21 @@ class Trainer:
                 num_samples=num_samples,
                 max_new_tokens=self.config.rollout.max_completion_length,
                 seed=self.config.seed,
+                expect_adapters=bool(self.config.lora.target_modules),
                 progress=self._progress(f"evaluation, {mode}"),
             )
+            accuracy = result.accuracy("tagged")
             if mode == "greedy":
-                metrics["eval/accuracy_greedy"] = result.accuracy
+                metrics["eval/accuracy_greedy"] = accuracy.value
                 continue
             metrics |= {
-                "eval/accuracy": result.accuracy,
-                "eval/num_problems": result.num_problems,
-                "eval/clipped_ratio": result.num_truncated / result.num_completions,
-                "eval/ungraded": result.num_ungraded,
+                "eval/accuracy": accuracy.value,
+                "eval/accuracy_low": accuracy.low,
+                "eval/accuracy_high": accuracy.high,
+                "eval/accuracy_tag_free": result.accuracy("tag_free").value,
+                "eval/num_problems": len(result.problems),
+                "eval/clipped_ratio": result.num_truncated / len(result.attempts),
+                "eval/ungraded": result.num_ungraded("tagged"),
                 "eval/mean_length": result.mean_length_tokens,
             }
         return metrics | {"time/eval": time.monotonic() - started}
