@@ -1,0 +1,62 @@
+"""Settings that change memory or speed, and must not change what is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl.config import load_config
+from qerl.display import Display
+from qerl.rl.trainer import Trainer
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+SHORT = [
+    "steps=2",
+    "lora.r=4",
+    "rollout.prompts_per_step=4",
+    "rollout.num_generations=4",
+    "optimizer.warmup_ratio=0",
+    "noise.num_stages=2",
+    "noise.per=completion",
+    "eval.num_problems=0",
+]
+
+
+def trained(output_dir: Path, *settings: str) -> dict[str, torch.Tensor]:
+    config = load_config(DEMO, [*SHORT, f"output_dir={output_dir}", *settings])
+    with (output_dir.parent / "out.txt").open("w") as stream:
+        Trainer(config, display=Display(config.steps, stream)).train()
+    return load_file(output_dir / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return trained(tmp_path_factory.mktemp("expected") / "run")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["optimizer.micro_batch_tokens=64"],
+        ["optimizer.gradient_checkpointing=true"],
+        ["optimizer.logprob_chunk=7"],
+        ["rollout.max_batch_size=3"],
+        ["rollout.kv_cache_tokens=256"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_nothing_but_memory_changes(settings, expected, tmp_path):
+    got = trained(tmp_path / "run", *settings)
+    moved = max(tensor.abs().max().item() for name, tensor in expected.items() if "lora_B" in name)
+    assert moved > 1e-4
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=moved * 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [["noise.enabled=false"], ["seed=1"], ["loss.type=grpo"]], ids=lambda s: s[0])
+def test_what_matters_does_change_it(settings, expected, tmp_path):
+    got = trained(tmp_path / "run", *settings)
+    assert any(not torch.allclose(got[name], tensor, atol=1e-5) for name, tensor in expected.items())
