@@ -38,16 +38,20 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="The run's TOML file; without one, the defaults.")] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and the end alone.")] = False,
 ) -> None:
     """Train adapters by reinforcement learning."""
     if config is not None and "=" in str(config):
         config, overrides = None, [str(config), *(overrides or [])]
     settings = load_config(config, overrides)
+    from qerl.display import Display
     from qerl.report.plot import plot_run
     from qerl.rl.trainer import Interrupted, Trainer
 
+    title = f"{settings.output_dir} · {settings.task.name} · {Path(settings.model.path).name}"
+    display = Display(settings.steps, title=title, quiet=quiet)
     try:
-        Trainer(settings, resume=resume).train()
+        Trainer(settings, resume=resume, display=display).train()
     except Interrupted as stop:
         print(f"{stop}\nGo on with the same command and --resume.")
         raise typer.Exit(130) from None

@@ -1,67 +1,238 @@
-"""What a person sees while a run goes: one line a step; on a terminal, a line in between that says what is under way.
+"""What a person sees while a run goes: a live panel on a terminal, plain lines elsewhere, or nothing but the end.
 
-The display only prints. Everything it shows is in metrics.jsonl as well.
+    Display -> one view:  LiveView (live.py)    a terminal
+                          _PlainView            a file or a pipe: a line a step
+                          _QuietView            --quiet: warnings, and the line of the last step
+
+The display only prints. Every number it shows is in metrics.jsonl as well, every completion in completions.jsonl.
+It never breaks a run: what a view raises is reported once and the next simpler one takes over, from the panel to plain
+lines to silence (a pipe whose reader has gone). No thread: a view draws when it is called, which is as often as a
+completion ends. While the panel is up, warnings of this package's loggers go to it instead of through it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
-from typing import Any, TextIO
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TextIO
 
-# name in metrics.jsonl, label, format; a metric that a step does not have is left out
+
+class Column(NamedTuple):
+    """How one metric is shown."""
+
+    metric: str
+    """Name in metrics.jsonl."""
+    label: str
+    form: str
+    """Format of the value."""
+
+    def text(self, metrics: dict[str, Any]) -> str | None:
+        """The value as shown; None for a metric that the step does not have."""
+        value = metrics.get(self.metric)
+        return None if value is None or value != value else self.form.format(value)
+
+
 COLUMNS = (
-    ("reward", "reward", "{:.3f}"),
-    ("accuracy", "acc", "{:.1%}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("noise/sigma", "sigma", "{:.1e}"),
-    ("mismatch_kl", "mismatch", "{:.1e}"),
-    ("frac_reward_zero_std", "same", "{:.0%}"),
-    ("completions/clipped_ratio", "cut", "{:.0%}"),
-    ("learning_rate", "lr", "{:.1e}"),
-    ("eval/accuracy", "eval", "{:.1%}"),
-    ("eval/accuracy_greedy", "eval greedy", "{:.1%}"),
+    Column("reward", "reward", "{:.3f}"),
+    Column("accuracy", "acc", "{:.1%}"),
+    Column("entropy", "entropy", "{:.3f}"),
+    Column("noise/sigma", "sigma", "{:.1e}"),
+    Column("mismatch_kl", "mismatch", "{:.1e}"),
+    Column("frac_reward_zero_std", "same", "{:.0%}"),
+    Column("completions/clipped_ratio", "cut", "{:.0%}"),
+    Column("learning_rate", "lr", "{:.1e}"),
+    Column("eval/accuracy", "eval", "{:.1%}"),
+    Column("eval/accuracy_greedy", "eval greedy", "{:.1%}"),
+    Column("time/step", "", "{:.1f} s"),
 )
 
 
-class Display:
-    """Plain lines on a stream."""
+class View(Protocol):
+    """One way of showing a run; `left` is an estimate in seconds, None before there is one."""
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
-        self.num_steps = num_steps
-        self.stream = stream or sys.stdout
-        self.live = self.stream.isatty()
-        self.started = time.monotonic()
-        self.first_step: int | None = None
-        self.status = ""
+    def open(self) -> None:
+        """The loop begins."""
+        ...
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """The line of a finished step."""
-        step = metrics["step"]
-        parts = [
-            f"{label} {form.format(metrics[name])}" for name, label, form in COLUMNS if metrics.get(name) is not None
-        ]
-        if "time/step" in metrics:
-            parts.append(f"{metrics['time/step']:.1f} s")
-        self.message(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  " + "  ".join(parts) + self._eta(step))
+    def close(self) -> None:
+        """The loop has ended, whatever ended it."""
+        ...
 
-    def phase(self, name: str, done: int, total: int) -> None:
-        """What is under way; shown on a terminal only."""
-        if self.live:
-            self.status = f"  {name} {done}/{total}"
-            self.stream.write(f"\r\x1b[K{self.status}")
-            self.stream.flush()
+    def phase(self, name: str, done: int, total: int, left: float | None) -> None:
+        """What is under way."""
+        ...
+
+    def step(self, metrics: dict[str, Any], left: float | None) -> None:
+        """A step is done."""
+        ...
+
+    def completion(self, record: dict[str, Any]) -> None:
+        """One completion to read."""
+        ...
 
     def message(self, text: str) -> None:
         """A line that stays."""
-        if self.status:
-            self.stream.write("\r\x1b[K")
-            self.status = ""
+        ...
+
+    def warning(self, text: str) -> None:
+        """A line that stays and matters."""
+        ...
+
+
+class Display:
+    """What the trainer tells about its run; a context manager around the loop. No method raises.
+
+    `title` names the run. `stream` is where to print (default: the standard output).
+    """
+
+    def __init__(self, num_steps: int, *, title: str = "", quiet: bool = False, stream: TextIO | None = None) -> None:
+        self.num_steps = num_steps
+        self.stream = stream or sys.stdout
+        self._view: View | None
+        self._handler = _Handler(self)
+        self._ended: list[tuple[int, float]] = []  # the first and the last finished step of this process, and when
+        if quiet:
+            self._view = _QuietView(num_steps, self.stream)
+        elif self.stream.isatty() and os.environ.get("TERM") != "dumb":
+            from qerl.live import LiveView  # needs rich, which a run without a terminal does not
+
+            self._view = LiveView(num_steps, title, self.stream)
+        else:
+            self._view = _PlainView(num_steps, self.stream)
+
+    def __enter__(self) -> Display:
+        if not isinstance(self._view, _PlainView):
+            self._handler.attach()
+        self._show("open")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._show("close")
+        self._handler.detach()
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """What is under way inside a step, and how far it is."""
+        self._show("phase", name, done, total, self._left())
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A finished step (0: the evaluation before training) with all its metrics."""
+        self._ended = [*self._ended[:1], (metrics["step"], time.monotonic())]
+        self._show("step", metrics, self._left())
+
+    def completion(self, record: dict[str, Any]) -> None:
+        """One completion of the step to read: a record of completions.jsonl."""
+        self._show("completion", record)
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        self._show("message", text)
+
+    def warning(self, text: str) -> None:
+        """A line that stays, and that --quiet shows too."""
+        self._show("warning", text)
+
+    def _left(self) -> float | None:
+        """Seconds to the last step at the pace so far, evaluations included."""
+        if len(self._ended) < 2:
+            return None
+        (first_step, first), (step, last) = self._ended
+        pace = (last - first) / (step - first_step)
+        return max(0.0, pace * (self.num_steps - step) - (time.monotonic() - last))
+
+    def _show(self, method: str, *arguments: Any) -> None:
+        while self._view is not None:
+            try:
+                getattr(self._view, method)(*arguments)
+                return
+            except Exception as error:  # whatever it is, the run is worth more than its picture
+                self._step_down(error)
+
+    def _step_down(self, error: Exception) -> None:
+        failed, self._view = self._view, None
+        self._handler.detach()
+        if failed is not None and not isinstance(failed, _PlainView):
+            with suppress(Exception):
+                failed.close()
+            self._view = _PlainView(self.num_steps, self.stream)
+        then = "plain lines from here on" if self._view else "no more output from here on"
+        with suppress(Exception):
+            print(f"the display failed ({type(error).__name__}: {error}); {then}", file=sys.stderr, flush=True)
+
+
+class _PlainView:
+    """A line a step."""
+
+    def __init__(self, num_steps: int, stream: TextIO) -> None:
+        self.num_steps = num_steps
+        self.stream = stream
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def phase(self, name: str, done: int, total: int, left: float | None) -> None: ...
+    def completion(self, record: dict[str, Any]) -> None: ...
+
+    def step(self, metrics: dict[str, Any], left: float | None) -> None:
+        print(step_line(metrics, self.num_steps, left), file=self.stream, flush=True)
+
+    def message(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
 
-    def _eta(self, step: int) -> str:
-        if self.first_step is None:
-            self.first_step, self.started = step, time.monotonic()
-            return ""
-        left = (time.monotonic() - self.started) / (step - self.first_step) * (self.num_steps - step)
-        return f"  left {int(left) // 60}:{int(left) % 60:02d}" if left >= 1 else ""
+    warning = message
+
+
+class _QuietView(_PlainView):
+    """Warnings, and the line of the last step at the end."""
+
+    last_line = ""
+
+    def step(self, metrics: dict[str, Any], left: float | None) -> None:
+        self.last_line = step_line(metrics, self.num_steps, left=None)
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        if self.last_line:
+            print(self.last_line, file=self.stream, flush=True)
+
+
+def step_line(metrics: dict[str, Any], num_steps: int, left: float | None) -> str:
+    """The plain line of a step: `step 3/40  reward 0.359  acc 10.2%  ...  left 1:30`."""
+    parts = [f"step {metrics['step']:>{len(str(num_steps))}}/{num_steps}"]
+    parts += [f"{column.label} {text}".lstrip() for column in COLUMNS if (text := column.text(metrics)) is not None]
+    if left is not None and left >= 1:
+        parts.append(f"left {clock(left)}")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`1:30`, or `2:05:09` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class _Handler(logging.Handler):
+    """Brings warnings of this package to the display, where a line on stderr would run through the panel."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self.display = display
+        self.logger = logging.getLogger("qerl")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.display.warning(self.format(record))
+
+    def attach(self) -> None:
+        self.logger.addHandler(self)
+        self.logger.propagate = False
+
+    def detach(self) -> None:
+        if self in self.logger.handlers:
+            self.logger.removeHandler(self)
+            self.logger.propagate = True

@@ -102,6 +102,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/eval", "s", "Evaluation after this step."),
     Metric("memory/allocated", "bytes", "GPU memory in tensors, its peak in this step; only on a GPU."),
     Metric("memory/reserved", "bytes", "GPU memory held by the allocator, its peak in this step; only on a GPU."),
+    Metric("memory/rss", "bytes", "Memory of the process, its peak since the start; only without a GPU."),
 )
 
 _EXACT = {metric.name: metric for metric in METRICS if "{" not in metric.name}

@@ -17,7 +17,9 @@ Every random draw has a key (seed, step, prompt, sample), so a step can be repla
 from __future__ import annotations
 
 import math
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +54,7 @@ from qerl.rl.checkpoint import (
     save_adapter,
     save_checkpoint,
 )
-from qerl.rl.log import RunLog
+from qerl.rl.log import RunLog, write_completions_parquet
 from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, collect_groups
@@ -75,7 +77,7 @@ class Trainer:
         self.config = config
         self.output_dir = Path(config.output_dir)
         checkpoint = self._find_checkpoint(resume)
-        self.display = display or Display(config.steps)
+        self.display = display or Display(config.steps, title=config.output_dir)
         self.task = load_task(config.task, config.seed)
         self.rewards = RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         self.eval_examples = self.task.eval_examples(config.eval.num_problems) if config.eval.num_problems else []
@@ -105,12 +107,13 @@ class Trainer:
         # What a killed run wrote past its newest checkpoint will be written again. A step's completions are written
         # before its evaluation, its metrics after it.
         self.log.rewind(metrics_step=self.step - (self.pending is not None), completions_step=self.step)
+        self.log.write_run(config, self.device)
 
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> None:
         """Run to the last step; raises Interrupted, with everything saved, after Ctrl-C or SIGTERM."""
-        with self._stop_signals():
+        with self.display, self._stop_signals():
             try:
                 while True:
                     if self.pending is not None:
@@ -124,6 +127,7 @@ class Trainer:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
         save_adapter(self.model, self.output_dir / "adapter")
+        write_completions_parquet(self.output_dir)
 
     def _train_step(self) -> dict[str, Any]:
         """One rollout and all its updates; nothing of the state changes unless the rollout was completed."""
@@ -168,10 +172,13 @@ class Trainer:
             metrics["memory/allocated"] = torch.cuda.max_memory_allocated(self.device)
             metrics["memory/reserved"] = torch.cuda.max_memory_reserved(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            metrics["memory/rss"] = _peak_resident_bytes()
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
         if batch.num_completion_tokens:
             self._react_to_divergence(mismatch_kl)
-        self.log.write_completions(self.step, groups)
+        for record in self.log.write_completions(self.step, groups)[:1]:
+            self.display.completion(record)
         return metrics
 
     # ------------------------------------------------------------------ the update
@@ -198,7 +205,10 @@ class Trainer:
                 update = self.step * num_updates + iteration * loss.updates_per_rollout + index
                 rate = self.rate_scale * learning_rate(optimizer, update, self.config.steps * num_updates)
                 normalizer = batch.normalizer(part, self.config.rollout.max_completion_length)
-                for micro in batch.micro_batches(part, optimizer.micro_batch_tokens, self.device):
+                phase = f"update {update % num_updates + 1} of {num_updates}" if num_updates > 1 else "update"
+                micro_batches = batch.micro_batches(part, optimizer.micro_batch_tokens, self.device)
+                for number, micro in enumerate(micro_batches):
+                    self.display.phase(phase, number, len(micro_batches))
                     with self._training_noise(micro, draw):
                         logprobs, entropy = self._logprobs(micro)
                         value, sums = policy_loss(
@@ -260,7 +270,7 @@ class Trainer:
             self.skipped_updates = 0
         else:
             self.skipped_updates += 1
-            self.display.message(f"step {self.step + 1}: the gradient is not finite; this update is left out")
+            self.display.warning(f"step {self.step + 1}: the gradient is not finite; this update is left out")
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped_updates == MAX_SKIPPED_UPDATES:
             raise RuntimeError(
@@ -286,7 +296,7 @@ class Trainer:
             "cut_lr": "the learning rate is halved",
             "rollback": "adapters and optimizer go back to the newest checkpoint, noise is off from here on",
         }[action]
-        self.display.message(
+        self.display.warning(
             f"step {self.step}: mismatch KL {mismatch_kl:.3g} is above noise.divergence_limit = "
             f"{self.monitor.divergence_limit}: {what}"
         )
@@ -361,7 +371,7 @@ class Trainer:
             if self.stop_requested:
                 raise KeyboardInterrupt
             self.stop_requested = True
-            self.display.message("stopping at the next safe place, then saving; once more to stop at once")
+            self.display.warning("stopping at the next safe place, then saving; once more to stop at once")
 
         if threading.current_thread() is not threading.main_thread():
             yield  # signals belong to the main thread
@@ -423,3 +433,8 @@ class Trainer:
         self.monitor.load_state_dict(state["monitor"])
         load_generators(folder)
         self.display.message(f"resumed from {folder}")
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # KiB on Linux
