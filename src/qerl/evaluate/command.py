@@ -28,6 +28,7 @@ from qerl.generate import load_policy
 from qerl.tasks import Task, load_task
 from qerl.types import Example, SamplingParams
 
+HOW = ("sampling", "max_new_tokens", "seed")  # what two evaluations should share for their difference to mean much
 RESULTS, COMPARE, SUMMARY = "results.parquet", "compare.parquet", "summary.json"
 
 
@@ -90,6 +91,8 @@ def run(settings: Settings) -> dict[str, Any]:
     for measured in policies:
         print_evaluations(f"{task.name}: {measured.name}", measured.evaluations, grading)
     if second is not None:
+        for key in (key for key in HOW if first.settings[key] != second.settings[key]):
+            print(f"note: {key} differs: {first.settings[key]} and {second.settings[key]}")
         print_differences(f"{first.name} - {second.name}, {grading.replace('_', '-')}", compared[grading])
     print(LEGEND)
     summary = {
@@ -140,11 +143,13 @@ def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | 
     name = model.path if adapter is None else f"{model.path} + {adapter}"
     policy = load_policy(model, adapter)
     engine = policy.build_engine(settings.rollout)
+    if adapter is not None and engine.sync(None).num_live_adapters == 0:
+        print(f"{adapter}: every B is zero, so this adapter changes nothing (it is as before training)")
     evaluations: dict[str, Evaluation] = {}
     seconds: dict[str, float] = {}
     for mode, (sampling, num_samples) in modes.items():
         started = time.monotonic()
-        with show_progress(f"{name}, {mode}") as progress:
+        with show_progress(f"{Path(model.path).name}, {mode}") as progress:
             problems = sample_problems(
                 engine,
                 policy.tokenizer,

@@ -18,7 +18,8 @@ from qerl.evaluate.statistics import Difference
 
 SECONDS_BETWEEN_LINES = 20  # of progress, without a terminal
 LEGEND = (
-    "% [95 % interval] over problems: Wilson's where problems score 0 or 1, else 1.96 standard errors of their scores"
+    "% [95 % interval] over problems: Wilson's where every problem scores 0 or 1,\n"
+    "else 1.96 standard errors of the problems' scores"
 )
 
 

@@ -334,7 +334,7 @@ class Trainer:
                 num_samples=num_samples,
                 max_new_tokens=self.config.rollout.max_completion_length,
                 seed=self.config.seed,
-                expect_adapters=bool(self.config.lora.target_modules),
+                expect_adapters=True,
                 progress=self._progress(f"evaluation, {mode}"),
             )
             accuracy = result.accuracy("tagged")

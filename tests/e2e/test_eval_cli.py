@@ -1,0 +1,167 @@
+"""`qerl eval` as a user calls it: the commands of docs/evaluation.md, comparisons, files, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.config import LoraConfig, ModelConfig
+from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.lora import attach_lora, lora_factors
+from qerl.rl.checkpoint import save_adapter
+
+DOC = Path(__file__).parents[2] / "docs" / "evaluation.md"
+SMALL = ["--limit", "8", "--samples", "2", "--max-new-tokens", "40"]
+
+
+def qerl(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["eval", *arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    """One adapter as before training, one that breaks the model."""
+    model, _ = load_model(ModelConfig(path="embedded", device="cpu"))
+    model = attach_lora(model, LoraConfig(r=4), seed=0)
+    folder = tmp_path_factory.mktemp("adapters")
+    save_adapter(model, folder / "untrained")
+    with torch.no_grad():
+        for factors in filter(None, map(lora_factors, model.modules())):
+            factors.b.normal_(generator=torch.Generator().manual_seed(0))
+    save_adapter(model, folder / "broken")
+    return {name: folder / name for name in ("untrained", "broken")}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, adapters) -> tuple[Path, str]:
+    """The embedded model against the broken adapter, with files."""
+    folder = tmp_path_factory.mktemp("eval") / "results"
+    output = qerl(
+        "embedded", "task.difficulty=1", *SMALL, "--compare", str(adapters["broken"]), "--output", str(folder)
+    )
+    return folder, output
+
+
+def test_an_adapter_is_applied_and_compared(measured):
+    folder, output = measured
+    summary = json.loads((folder / "summary.json").read_text())
+    base, broken = summary["policies"]
+    assert base["greedy"]["tagged"]["pass@1"]["value"] > 0.5
+    assert broken["greedy"]["tagged"]["pass@1"]["value"] == 0
+    difference = summary["difference"]["tagged"]["greedy"]["pass@1"]
+    assert difference["value"] == base["greedy"]["tagged"]["pass@1"]["value"]
+    assert (difference["num_better"], difference["num_worse"]) == (8 * difference["value"], 0)
+    assert list(summary["difference"]["tag_free"]["sampled"]) == ["pass@1", "pass@2", "majority@2"]
+    assert base["sampled"]["num_samples"] == 2
+    assert "better / worse / equal" in output
+
+
+def test_the_files_hold_what_was_sampled(measured):
+    rows = pq.read_table(measured[0] / "results.parquet").to_pylist()
+    assert [(row["mode"], row["problem"]) for row in rows] == [(m, i) for m in ("greedy", "sampled") for i in range(8)]
+    for row in rows:
+        assert row["prompt"][-1] == {"role": "user", "content": json.loads(row["columns"])["problem"]}
+        counts = {len(row[name]) for name in ("texts", "tagged", "tag_free", "lengths", "finish_reasons", "seeds")}
+        assert counts == {1 if row["mode"] == "greedy" else 2}
+        assert None not in row["tagged"]
+    assert (measured[0] / "compare.parquet").is_file()
+
+
+def test_saved_completions_are_graded_anew_without_a_model(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.evaluate.command.load_policy", None)
+    folder, output = measured
+    results, other = str(folder / "results.parquet"), str(folder / "compare.parquet")
+    again = qerl("--from-parquet", results, "--compare", other, "--output", str(tmp_path))
+    assert re.findall(r"^pass@1.*|^greedy .*", again, re.MULTILINE) == re.findall(
+        r"^pass@1.*|^greedy .*", output, re.MULTILINE
+    )
+    assert pq.read_table(tmp_path / "results.parquet") == pq.read_table(results)
+
+
+def test_regrading_uses_the_task_as_it_is_now(measured, monkeypatch):
+    monkeypatch.setattr("qerl.tasks.numbers.grade", lambda text, answer, *, require_tags: None)
+    output = qerl("--from-parquet", str(measured[0] / "results.parquet"))
+    assert "8 / 8 ungraded" in output
+    assert "16 / 16 ungraded" in output
+    assert re.search(r"^pass@1 +0\.0 ", output, re.MULTILINE)
+
+
+def test_an_untrained_adapter_is_named_and_changes_nothing(adapters, measured):
+    output = qerl("embedded", "task.difficulty=1", *SMALL, "--adapter", str(adapters["untrained"]), "--no-greedy",
+                  "--compare", str(measured[0] / "results.parquet"))  # fmt: skip
+    assert "every B is zero" in output
+    assert re.search(r"^pass@1 .* 0 / 0 / 8 ", output, re.MULTILINE)
+
+
+def test_settings_that_differ_are_named(measured, tmp_path):
+    qerl(
+        "embedded", "task.difficulty=1", *SMALL, "--no-greedy", "--temperature", "1", "--output", str(tmp_path / "hot")
+    )
+    hot, cold = str(tmp_path / "hot" / "results.parquet"), str(measured[0] / "results.parquet")
+    output = qerl("--from-parquet", hot, "--compare", cold)
+    assert "note: sampling differs: {'temperature': 1.0" in output
+    assert "seed differs" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs a model's folder or --from-parquet"),
+        (["embedded", "--from-parquet", "x.parquet"], "not both"),
+        (["--from-parquet", "no.parquet"], r"no.parquet cannot be read as Parquet"),
+        (["embedded", "--no-greedy", "--samples", "0"], "nothing to measure"),
+        (["embedded", "--task", "chess"], "there is no task 'chess'"),
+        (["embedded", "--task", "gsm8k"], "task.path is not set"),
+        (["embedded", "--temperature", "0"], "rollout.temperature: .*greater than 0"),
+        (["embedded", "noise.enabled=true"], "noise.enabled=true: an evaluation reads model., task."),
+        (["embedded", "--format", "int3"], "model.format"),
+        (["nowhere", "--limit", "1"], "nowhere is not the folder"),
+        (["embedded", "--adapter", "nowhere", "--limit", "1"], "no adapter in nowhere"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        qerl(*arguments)
+
+
+def test_an_evaluation_is_never_overwritten(measured):
+    with pytest.raises(ValueError, match="holds an evaluation already"):
+        qerl("embedded", *SMALL, "--output", str(measured[0]))
+
+
+def test_other_problems_are_not_compared(measured):
+    with pytest.raises(ValueError, match="different problems"):
+        qerl("embedded", "task.difficulty=1", "--limit", "2", "--samples", "0",
+             "--compare", str(measured[0] / "results.parquet"))  # fmt: skip
+
+
+def test_the_commands_of_the_documentation_run(tmp_path, monkeypatch, adapters):
+    """Large models stand in for the embedded one, GSM8K for three sums in its format, trained adapters for others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for split, start in (("train", 10), ("test", 50)):
+        rows = [{"question": f"{start + i}+{i}=?", "answer": f"#### {start + 2 * i}"} for i in range(3)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").write_text(lines)
+    shutil.copytree(EMBEDDED, tmp_path / "models" / "Qwen2.5-0.5B-Instruct")
+    shutil.copytree(adapters["broken"], tmp_path / "runs" / "gsm8k-0.5b" / "adapter")
+    shutil.copytree(adapters["untrained"], tmp_path / "runs" / "demo" / "adapter")
+    blocks = re.findall(r"```sh\n(.*?)```", DOC.read_text(), re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    assert len(commands) >= 5
+    for program, subcommand, *arguments in commands:
+        assert (program, subcommand) == ("qerl", "eval")
+        shorter = [] if "--from-parquet" in arguments else ["--limit", "3", "--max-new-tokens", "16"]
+        assert "%" in qerl(*arguments, *shorter)
