@@ -207,6 +207,19 @@ def _eval_config(options: dict[str, Any], overrides: list[str]) -> RunConfig:
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="output_dir of a run; several are drawn over each other.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; default: report.html in the first run.")
+    ] = None,
+) -> None:
+    """Write a page with a run's curves, completions and config, which opens offline."""
+    from qerl.report.html import write_report
+
+    print(write_report(runs, output))
+
+
+@app.command()
 def plot(run: Annotated[Path, typer.Argument(help="output_dir of a run.")]) -> None:
     """Draw a run's curves into plot.png."""
     from qerl.report.plot import plot_run

@@ -15,8 +15,9 @@ import torch
 import qerl
 from qerl.config import TaskConfig
 from qerl.display import COLUMNS
+from qerl.live import BLOCKS
 from qerl.metrics import METRICS, check_names, describe
-from qerl.report.plot import PANELS
+from qerl.report.panels import PANELS
 from qerl.rl.loss import LossSums
 from qerl.rl.rollout import RolloutStats
 from qerl.rl.summary import UpdateTotals, rollout_metrics
@@ -97,8 +98,10 @@ def test_every_metric_of_an_update_has_a_row():
 
 
 def test_what_is_shown_and_plotted_has_a_row():
-    check_names(name for name, *_ in COLUMNS)
-    check_names(name for _, metrics, _ in PANELS for name, _ in metrics)
+    check_names(column.metric for column in COLUMNS)
+    check_names(name for _, figures in BLOCKS for figure in figures for name in figure.metrics)
+    for curve in (curve for panel in PANELS for curve in panel.curves):
+        check_names(name for name in (curve.metric, curve.low, curve.high) if name)
 
 
 def test_every_row_is_logged_somewhere():

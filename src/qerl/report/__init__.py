@@ -1,1 +1,11 @@
-"""Pictures of a run."""
+"""A finished or running run, looked at afterwards.
+
+| file | what it is |
+|---|---|
+| `panels.py` | what is drawn: panels, curves, colours; one table for the page and the picture |
+| `runs.py` | a run read from its folder, its headline figures, its series |
+| `html.py`, `page.html` | `qerl report`: one self-contained page, with plotly.js in it |
+| `plot.py` | `qerl plot`: the most important panels as one PNG |
+
+Everything comes from the files that `rl/log.py` describes; nothing here needs a model or a GPU.
+"""

@@ -1,54 +1,70 @@
-"""The curves of a run as one PNG, from its metrics.jsonl."""
+"""The most important panels of a run as one PNG, from its metrics.jsonl: `qerl plot RUN`."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from qerl.rl.log import read_metrics
+from qerl.report.panels import PALETTE, PANELS, Panel, expand, running_mean
+from qerl.report.runs import Run, read_runs
 
-# Each panel: its title, the metrics drawn in it with their labels, whether the axis is logarithmic.
-PANELS = (
-    ("reward", (("reward", "mean"), ("reward_std", "standard deviation")), False),
-    (
-        "accuracy",
-        (
-            ("accuracy", "rollouts"),
-            ("eval/accuracy", "held out, sampled"),
-            ("eval/accuracy_greedy", "held out, greedy"),
-        ),
-        False,
-    ),
-    ("entropy [nats a token]", (("rollout_entropy", "rollout policy"), ("entropy", "trained policy")), False),
-    ("noise sigma", (("noise/sigma", "sigma"),), False),
-    ("mismatch KL [nats a token]", (("mismatch_kl", "rollout against trained policy"),), True),
-    ("completion length [tokens]", (("completions/mean_length", "mean"),), False),
-)
+COLORS = [light for light, _ in PALETTE]
+INK, SOFT, LINE = "#1c2430", "#5c6776", "#dde2e8"  # the page's, on light
 
 
 def plot_run(output_dir: Path) -> Path:
     """Write <output_dir>/plot.png; returns its path. ValueError when the folder holds no metrics."""
-    rows = read_metrics(output_dir)
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    for axis, (title, metrics, logarithmic) in zip(axes.flat, PANELS, strict=True):
-        for name, label in metrics:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True), "o-" if name.startswith("eval/") else "-", label=label, markersize=4
-                )
-        axis.set_title(title, loc="left", fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
-        axis.grid(alpha=0.3)
-        if logarithmic and axis.has_data():
-            axis.set_yscale("log")
-        if len(metrics) > 1:
-            axis.legend(fontsize=8, frameon=False)
+    (run,) = read_runs([output_dir])
+    panels = [panel for panel in PANELS if panel.picture]
+    columns = 3
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(13, 3.1 * rows), squeeze=False)
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        _draw(axis, panel, run)
     path = output_dir / "plot.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
+
+
+def _draw(axis: Axes, panel: Panel, run: Run) -> None:
+    curves = expand(panel.curves, run.metrics)
+    for curve, color in zip(curves, COLORS, strict=False):
+        steps, values = run.series(curve.metric, panel.scale)
+        heights = [math.nan if value is None else value for value in values]
+        means = running_mean(values) if panel.smooth and not curve.points else None
+        if means:
+            axis.plot(steps, heights, color=color, linewidth=0.8, alpha=0.45)
+            heights = [math.nan if mean is None else mean for mean in means]
+        style = "o-" if curve.points or len(steps) < 3 else ":" if curve.dashed else "-"
+        axis.plot(steps, heights, style, color=color, label=curve.label, linewidth=2, markersize=5)
+        if curve.low in run.metrics and curve.high in run.metrics:
+            ends = [run.series(end, panel.scale)[1] for end in (curve.low, curve.high)]
+            low, high = ([math.nan if value is None else value for value in end] for end in ends)
+            axis.vlines(steps, low, high, color=color, linewidth=1.2)
+    axis.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    if panel.unit:
+        axis.set_ylabel(panel.unit, fontsize=9, color=SOFT)
+    axis.grid(which="both", color=LINE, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(which="both", labelsize=9, labelcolor=SOFT, length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xlim(-0.02 * max(run.step, 1), 1.02 * max(run.step, 1))
+    axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    if panel.percent:
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.set_ylim(bottom=0)
+    if panel.logarithmic and any(value > 0 for curve in curves for value in run.values(curve.metric)):
+        axis.set_yscale("log")
+    if not curves:
+        axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=SOFT, fontsize=9)
+    if len(curves) > 1:
+        axis.legend(fontsize=9, frameon=False, labelcolor=SOFT)
