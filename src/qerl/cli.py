@@ -55,7 +55,8 @@ def train(
     except Interrupted as stop:
         print(f"{stop}\nGo on with the same command and --resume.")
         raise typer.Exit(130) from None
-    print(f"adapter: {settings.output_dir}/adapter\nplot: {plot_run(Path(settings.output_dir))}")
+    folder = settings.output_dir
+    print(f"adapter: {folder}/adapter\nplot: {plot_run(Path(folder))}\na page with all of it: qerl report {folder}")
 
 
 @app.command()

@@ -197,13 +197,15 @@ class LiveView:
         table = Table.grid(padding=(0, 1))
         table.add_column(width=13, style="dim", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        table.add_row(Text(title, style="bold"), "")
+        table.add_row(Text(title, style="bold not dim"), "")
         for figure in figures:
             value, curve = self._value(figure), Text()
             if figure.curve:
                 room = width - 13 - 1 - len(value) - 2
                 curve = Text("  " + sparkline(self.course.get(figure.metrics[0], []), min(room, 20)), style="cyan")
             table.add_row(figure.label, Text(value or "-") + curve)
+        if self.console.height >= 30:  # room for an empty line between the blocks
+            table.add_row("", "")
         return table
 
     def _value(self, figure: Figure) -> str:

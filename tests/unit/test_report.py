@@ -152,8 +152,8 @@ def test_headlines_tell_before_and_after(tmp_path):
         "+30.0 points, steps 0 to 6; 95 % interval 5.0% to 55.0%; 200 problems"
     )
     assert figures["reward"].value == "0.10 → 0.60"
-    assert figures["steps"].value == "6 of 6" and figures["steps"].detail == ""
-    assert figures["time"].value == "0:28"  # six steps of 3 s, two evaluations of 5 s
+    assert figures["steps"].value == "6 of 6"
+    assert figures["steps"].detail == "in 0:28; 3.0 s a step"  # six steps, two evaluations of 5 s
     assert figures["sampling"].detail == "12,000 tokens sampled"
     assert figures["memory"].value == "2.00 GB"
     assert "held out, greedy" not in figures

@@ -71,7 +71,7 @@ class Run:
         return [row[name] for row in self.rows if row.get(name) is not None]
 
     def headline(self) -> list[Headline]:
-        """Evaluation before and after, steps, reward, time, tokens, memory; what the run has of it."""
+        """Evaluation before and after, reward, steps and their time, speed, memory; what the run has of it."""
         figures = [
             *self._before_after("eval/accuracy", "held out, sampled"),
             *self._before_after("eval/accuracy_greedy", "held out, greedy"),
@@ -82,11 +82,13 @@ class Run:
             over = f"mean of the first and the last {count} steps" if count > 1 else "first and last step"
             figures.append(Headline("reward", f"{first:.2f} → {last:.2f}", over))
         of = f" of {self.num_steps}" if self.num_steps is not None else ""
-        figures.append(Headline("steps", f"{self.step}{of}", "" if self.finished else "unfinished"))
-        seconds = sum(self.values("time/step")) + sum(self.values("time/eval"))
-        if seconds:
-            steps = self.values("time/step")
-            figures.append(Headline("time", clock(seconds), f"{fmean(steps):.1f} s a step" if steps else ""))
+        times = self.values("time/step")
+        details = [] if self.finished else ["unfinished"]
+        if seconds := sum(times) + sum(self.values("time/eval")):
+            details.append(f"in {clock(seconds)}")
+        if times:
+            details.append(f"{fmean(times):.1f} s a step")
+        figures.append(Headline("steps", f"{self.step}{of}", "; ".join(details)))
         if speeds := self.values("tokens_per_second"):
             tokens = sum(self.values("completions/new_tokens"))
             figures.append(Headline("sampling", f"{fmean(speeds):,.0f} tokens/s", f"{tokens:,.0f} tokens sampled"))
