@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 NoisePer = Literal["rollout", "prompt", "completion"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
 
+GraderName = Literal["numeric", "math", "exact", "none"]
+Percent = Literal["ignore", "fraction"]
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -89,13 +92,44 @@ class TaskConfig(Section):
     """Where problems come from and how a prompt looks."""
 
     name: str = "arithmetic"
-    """A built-in task: "arithmetic" or "gsm8k"."""
+    """arithmetic, gsm8k, math, bigmath; math500, aime, amc (evaluation only); data (your own);
+    reasoning_gym:NAME (needs `pip install qerl[reasoning-gym]`)."""
     path: str | None = None
-    """File or folder with the data, for tasks that read some."""
+    """Data: a JSONL, Parquet or CSV file, a folder with such files by split, a folder saved by `datasets`, or a name
+    for `datasets.load_dataset`."""
+    subset: str | None = None
+    """Configuration of a named data set, such as "main"."""
+    split: str = "train"
+    """Split of `path` to train on; a single file is one split by itself."""
+    eval_path: str | None = None
+    """Held-out problems from elsewhere, in any form that `path` has."""
+    eval_split: str | None = None
+    """Split to hold out; default: test or validation where there is one, else a share of the training split."""
+    held_out_share: float = Field(default=0.1, gt=0, lt=1)
+    """That share, chosen by a hash of the prompt: the same in every run."""
+    prompt_column: str = "prompt"
+    """data: the column with the problem, plain text or chat messages."""
+    answer_column: str = "answer"
+    """data: the column with the reference; every column is handed to reward functions."""
+    grader: GraderName | None = None
+    """How an answer is compared; default: numeric for gsm8k and arithmetic, the library's own for reasoning_gym, else
+    math. none: data without references, paid by your own reward functions."""
+    percent: Percent = "ignore"
+    """What a percent sign means in answers and references: "ignore" (50% is written for 50) or "fraction" (0.5)."""
+    levels: list[int] = []
+    """math: keep these levels only (a row of "Level ?" has none); empty keeps all."""
+    subjects: list[str] = []
+    """math: keep these subjects only."""
+    sources: list[str] = []
+    """bigmath: keep problems of these sources only."""
+    solve_rate: tuple[float, float] | None = None
+    """bigmath: keep problems whose solve rate lies in this range, both ends included; rows without one are dropped."""
+    options: dict[str, Any] = {}
+    """reasoning_gym: arguments of its generator, such as {min_animals = 3}."""
     difficulty: int = Field(default=2, ge=1, le=5)
     """arithmetic: how long the sums are."""
     system_prompt: str | None = None
-    """Replaces the task's own system message."""
+    """Replaces the task's own system message; "" leaves it out."""
     max_prompt_length: int = Field(default=1024, ge=1)
     """Prompts with more tokens are left out, counted, and reported."""
 
@@ -108,6 +142,10 @@ class RewardConfig(Section):
     task's own rewards."""
     weights: list[float] | None = None
     """One weight a function; default 1 each."""
+    arguments: dict[str, dict[str, Any]] = {}
+    """Fixed arguments by function name, such as {overlong_reward = {max_length = 512, buffer = 64}}."""
+    timeout_s: float = Field(default=300, gt=0)
+    """Longest time that one function may take for a batch; then no completion of the batch has a value from it."""
 
     @model_validator(mode="after")
     def _one_weight_a_function(self) -> RewardConfig:

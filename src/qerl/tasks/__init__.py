@@ -5,10 +5,11 @@
 | file | what it is |
 |---|---|
 | `arithmetic.py` | generated chains of sums, endless |
-| `gsm8k.py` | word problems read from JSONL |
+| `data.py` | GSM8K, MATH, Big-Math, MATH-500, AIME, AMC, and a user's own data; rows come from `table.py` |
+| `reasoning.py` | the generators of reasoning-gym |
 | `prompts.py` | the system message and the think and answer tags |
-| `numbers.py` | the numeric grader |
-| `rewards.py` | reward functions: loading, calling, checking, summing; the built-in ones |
+| `graders.py` | graders by name: `numbers.py`; `math_grader.py` with its `math_pool.py` and `math_worker.py` |
+| `rewards.py` | reward functions: loading, calling, checking, summing; `reward_functions.py` the built-in ones |
 
 A task knows neither tokens nor the order of training: the rollout draws indices, shuffles epochs, and encodes prompts.
 """
@@ -20,11 +21,26 @@ from typing import Any, Protocol
 
 from qerl.config import TaskConfig
 from qerl.tasks.arithmetic import ArithmeticTask
-from qerl.tasks.gsm8k import GSM8KTask
+from qerl.tasks.data import LAYOUTS, DataTask
+from qerl.tasks.reasoning import PREFIX, ReasoningGymTask
 from qerl.tasks.rewards import RewardSpec
 from qerl.types import Example
 
-TASKS = ("arithmetic", "gsm8k")
+TASKS = ("arithmetic", *LAYOUTS)
+
+# Settings of [task] that only some tasks read, and which; setting one for another task is an error.
+MATH_LIKE = ("math", "math500", "aime", "amc")
+READ_BY = {
+    "levels": MATH_LIKE,
+    "subjects": MATH_LIKE,
+    "sources": ("bigmath",),
+    "solve_rate": ("bigmath",),
+    "prompt_column": ("data",),
+    "answer_column": ("data",),
+    "grader": tuple(LAYOUTS),
+    "percent": tuple(LAYOUTS),
+    "options": (PREFIX,),
+}
 
 
 class Task(Protocol):
@@ -75,8 +91,13 @@ class Task(Protocol):
 
 def load_task(config: TaskConfig, seed: int) -> Task:
     """Build the configured task; `seed` orders generated training problems. ValueError names the fix."""
+    for key, names in READ_BY.items():
+        if getattr(config, key) != TaskConfig.model_fields[key].default and not config.name.startswith(names):
+            raise ValueError(f"task.{key} is read by {', '.join(names)}, not by {config.name!r}: take it out")
     if config.name == "arithmetic":
         return ArithmeticTask(difficulty=config.difficulty, seed=seed, system_prompt=config.system_prompt)
-    if config.name == "gsm8k":
-        return GSM8KTask(config.path, system_prompt=config.system_prompt)
-    raise ValueError(f"task.name: there is no task {config.name!r}; known are {', '.join(TASKS)}")
+    if config.name in LAYOUTS:
+        return DataTask(config)
+    if config.name.startswith(PREFIX):
+        return ReasoningGymTask(config, seed=seed)
+    raise ValueError(f"task.name: there is no task {config.name!r}; known are {', '.join(TASKS)}, {PREFIX}NAME")

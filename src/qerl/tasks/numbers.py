@@ -8,9 +8,10 @@ Two ways to find the answer's text:
   follows the last `####`, else the last number of the text. It accepts whatever the strict rule accepts.
 
 Numbers are compared as fractions: `18.00` is 18 and `1/2` is 0.5, while 0.333 is not 1/3. Currency signs, thousands
-separators, markdown, LaTeX spacing and units are read over, and a percent sign too, as GSM8K's references are written
-without it. Of `3 * 6 = 18`, what follows the last equals sign counts. A text that states two different numbers, or has
-any digit left that is not part of the one number, states none: hedging is never right.
+separators, markdown, LaTeX spacing and units are read over. A percent sign goes by the data's policy: read over, as
+GSM8K's references are written without it, or a division by 100. Of `3 * 6 = 18`, what follows the last equals sign
+counts. A text that states two different numbers, or has any digit left that is not part of the one number, states
+none: hedging is never right.
 
 Spelled-out numbers ("two dozen"), expressions and symbols (`2\pi`) are not evaluated; they are not right.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from qerl.config import Percent
 from qerl.tasks.prompts import parse_answer
 
 _MAX_DIGITS = 30  # a longer run of digits is no answer to a word problem, and exact arithmetic on it has no bound
@@ -63,24 +65,25 @@ _CLEANING: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"([A-Za-z]\s*\}?)(?:\^\s*\{?\s*[0-9]\s*\}?|[²³])"), r"\1"),  # powers of units: m^2, m²
     (re.compile(r"[*_`{}~]"), " "),
 )
+_PERCENT_SIGN = re.compile(r"\s*\\?%")
 _WORD = re.compile(r"[^\W\d_]\w*")  # begins with a letter, or with a sign such as ⅓, which is no word
 
 
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str, percent: Percent = "ignore") -> Fraction | None:
     """Return the one number that an answer's text states, exact; None when it states none, or several."""
     boxed = last_boxed(text)
     cleaned = _clean(text if boxed is None else boxed).rsplit("=", 1)[-1]
-    values = {_value(match) for match in _NUMBER.finditer(cleaned)}
+    values = {_value(match, percent) for match in _NUMBER.finditer(cleaned)}
     leftover = _WORD.sub(lambda word: "" if word[0][0].isalpha() else word[0], _NUMBER.sub(" ", cleaned))
     if len(values) != 1 or any(character.isnumeric() or character == "√" for character in leftover):
         return None
     return values.pop()
 
 
-def last_number(text: str) -> Fraction | None:
+def last_number(text: str, percent: Percent = "ignore") -> Fraction | None:
     """Return the last number that stands anywhere in a text."""
     matches = list(_NUMBER.finditer(_clean(text)))
-    return _value(matches[-1]) if matches else None
+    return _value(matches[-1], percent) if matches else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -97,34 +100,34 @@ def last_boxed(text: str) -> str | None:
     return ""
 
 
-def tag_free(text: str) -> Fraction | None:
+def tag_free(text: str, percent: Percent = "ignore") -> Fraction | None:
     r"""Return the number that a completion gives as its answer: tags, else `\boxed{}`, else `####`, else the last one.
 
     A box that was opened and never closed holds no answer: the completion was cut off inside it.
     """
     answer = parse_answer(text)
     if answer is not None:
-        return parse_number(answer)
+        return parse_number(answer, percent)
     if (boxed := last_boxed(text)) is not None:
-        return parse_number(boxed)
+        return parse_number(boxed, percent)
     _, mark, after = text.rpartition("####")
-    if mark and (number := parse_number(after.strip().partition("\n")[0])) is not None:
+    if mark and (number := parse_number(after.strip().partition("\n")[0], percent)) is not None:
         return number
-    return last_number(text)
+    return last_number(text, percent)
 
 
-def grade(text: str, answer: str, *, require_tags: bool = True) -> bool | None:
+def grade(text: str, answer: str, *, require_tags: bool = True, percent: Percent = "ignore") -> bool | None:
     """Whether a completion states the number `answer`; None when the reference itself is no number.
 
     A completion without an answer, or whose answer is no single number, is wrong (False).
     """
-    reference = parse_number(answer)
+    reference = parse_number(answer, percent)
     if reference is None:
         return None
     if not require_tags:
-        return tag_free(text) == reference
+        return tag_free(text, percent) == reference
     stated = parse_answer(text)
-    return stated is not None and parse_number(stated) == reference
+    return stated is not None and parse_number(stated, percent) == reference
 
 
 def _clean(text: str) -> str:
@@ -133,11 +136,13 @@ def _clean(text: str) -> str:
     return text
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str], percent: Percent) -> Fraction | None:
     if match["decimal"]:
         value = Fraction(match["decimal"].replace(",", ""))
     elif int(match["bottom"]) == 0:
         return None
     else:
         value = int(match["whole"] or 0) + Fraction(int(match["top"]), int(match["bottom"]))
+    if percent == "fraction" and _PERCENT_SIGN.match(match.string, match.end()):
+        value /= 100
     return -value if match["sign"] == "-" else value

@@ -17,6 +17,8 @@ SYSTEM_PROMPT = (
     "then only the final answer between <answer> and </answer>."
 )
 
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
 # A body never runs over another tag, so that both patterns take time linear in the text.
 _BODY = r"((?:(?!</?(?:think|answer)>).)*)"
 _ANSWER = re.compile(rf"<answer>{_BODY}</answer>", re.DOTALL)

@@ -1,10 +1,11 @@
-"""Reward functions: how they are named, called, checked and summed; and the built-in ones.
+"""Reward functions: how they are named, called, checked and summed. The built-in ones are in `reward_functions.py`.
 
     prompts, completions, columns -> each function's values -> sum over functions of weight * value
 
-A reward function has TRL's signature,
+A reward function has TRL's signature, and may be asynchronous,
 
     def f(prompts, completions, **columns) -> list[float | None]
+    async def f(prompts, completions, **columns) -> list[float | None]
 
 and is called once a batch, by keyword, with lists of one entry a completion:
 * `prompts`: chat messages, `[{"role": "user", "content": ...}]`;
@@ -12,21 +13,30 @@ and is called once a batch, by keyword, with lists of one entry a completion:
 * `completion_ids`: the token ids of each completion;
 * every column of the data set by its name (`answer`, ...), one value a completion;
 * `trainer_state`: not a list, an object with `global_step` and `max_steps`.
-A function without `**kwargs` is given only what it names. What it names without a default must exist, which is checked
-before a run starts.
+A function without `**kwargs` is given only what it names, and the constants of `rewards.arguments`. What it names
+without a default must exist, which is checked before a run starts.
+
+Asynchronous functions of a batch run at the same time, on one event loop that lives as long as the run, so that a
+client may be kept. Plain ones run one after the other meanwhile, each in a thread of its own. One that needs the main
+thread (for signals, as math-verify's own time-outs do) says so by its first error, and is called there from then on,
+where nothing bounds its time; the log says it.
 
 What can go wrong, and what then happens (`RewardRunner`):
 * A value None, NaN, infinite or no number: the completion has no value from that function. It is never scored 0.
-* The function raises, or returns no list of the right length: no completion of the batch has a value from it.
+* The function raises, or returns no list of the right length, or takes longer than `rewards.timeout_s`: no completion
+  of the batch has a value from it. Python cannot end a thread: a plain function that hangs is left behind, and goes on.
 Both are counted (`failed`) and logged with an example. A completion without a value from any function has reward NaN,
 which the advantage leaves out of its group. A function of which no completion of a batch has a value through such
 errors, in MAX_FAILED_BATCHES batches in a row, stops the run; so do as many batches without any reward at all.
 
-Left out: TRL's `log_extra`, `log_metric` and `environments` arguments, and asynchronous functions.
+Refused before the run: a function that needs TRL's `log_extra`, `log_metric` or `environments`. With a default of None
+for them it runs.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import difflib
 import importlib
 import importlib.util
@@ -34,20 +44,56 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qerl.config import RewardConfig
-from qerl.tasks import numbers
-from qerl.tasks.prompts import has_format
+from qerl.tasks.reward_functions import (
+    completion_text,
+    correctness_by,
+    exact_reward,
+    format_reward,
+    length_reward,
+    math_reward,
+    numeric_reward,
+    overlong_reward,
+    regex_reward,
+    tag_count_reward,
+)
 
 if TYPE_CHECKING:
     from qerl.tasks import Task
 
-RewardFunction = Callable[..., Sequence[float | None]]
+__all__ = [
+    "RewardRunner",
+    "RewardScores",
+    "RewardSpec",
+    "TrainerState",
+    "completion_text",
+    "correctness_by",
+    "exact_reward",
+    "format_reward",
+    "length_reward",
+    "load_reward",
+    "math_reward",
+    "numeric_reward",
+    "overlong_reward",
+    "regex_reward",
+    "reward_specs",
+    "tag_count_reward",
+]
+
+RewardFunction = Callable[..., Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]]
+
+TRL_ONLY = ("log_extra", "log_metric", "environments")  # arguments of TRL's trainer that have no counterpart here
+NEEDS_MAIN_THREAD = ("signal only works in main thread", "threaded environment")  # Python's words and math-verify's
+LOOP_GRACE_S = 1.0  # for the event loop to answer after a time-out; else it is blocked, and given up
 
 MAX_FAILED_BATCHES = 3  # in a row: a passing fault of, say, a remote judge is survived, a broken function is not
 
@@ -64,6 +110,8 @@ class RewardSpec:
     """See the module's docstring."""
     weight: float = 1.0
     """Factor of its values in the sum."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Constants that it is called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +143,9 @@ class RewardRunner:
     needs an argument that nobody has, or when two functions share a name.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], *, columns: Collection[str], max_steps: int) -> None:
+    def __init__(
+        self, specs: Sequence[RewardSpec], *, columns: Collection[str], max_steps: int, timeout_s: float = 300.0
+    ) -> None:
         if not specs:
             raise ValueError("no reward function: name one in rewards.functions")
         names = [spec.name for spec in specs]
@@ -105,6 +155,9 @@ class RewardRunner:
         self.specs = list(specs)
         self.columns = tuple(columns)
         self.max_steps = max_steps
+        self.timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._in_main_thread: set[str] = set()
         self._wanted = {spec.name: _wanted_arguments(spec, columns) for spec in specs}
         self._failed_batches = dict.fromkeys(names, 0)
         self._empty_batches = 0
@@ -113,7 +166,8 @@ class RewardRunner:
     def from_config(cls, config: RewardConfig, task: Task, *, max_steps: int) -> RewardRunner:
         """Build the runner of a run: the configured functions, or the task's own, over the task's columns."""
         specs = reward_specs(config, task.reward_functions)
-        return cls(specs, columns=task.train_example(0).columns, max_steps=max_steps)
+        columns = task.train_example(0).columns
+        return cls(specs, columns=columns, max_steps=max_steps, timeout_s=config.timeout_s)
 
     def score(
         self,
@@ -134,7 +188,14 @@ class RewardRunner:
             "completion_ids": [list(ids) for ids in completion_ids],  # copies: training goes on with the originals
             "trainer_state": TrainerState(step, self.max_steps),
         }
-        parts = {spec.name: self._call(spec, arguments, texts) for spec in self.specs}
+        pending = {
+            spec.name: self._start(spec, arguments) for spec in self.specs if inspect.iscoroutinefunction(spec.function)
+        }
+        parts = {
+            spec.name: self._values(spec, pending.get(spec.name), arguments, texts)
+            for spec in sorted(self.specs, key=lambda spec: spec.name in pending)
+        }
+        parts = {spec.name: parts[spec.name] for spec in self.specs}
         totals = [self._total(values) for values in zip(*parts.values(), strict=True)]
 
         self._empty_batches = self._empty_batches + 1 if totals and all(map(math.isnan, totals)) else 0
@@ -146,11 +207,12 @@ class RewardRunner:
         failed = {name: sum(map(math.isnan, values)) for name, values in parts.items()}
         return RewardScores(totals, parts, failed)
 
-    def _call(self, spec: RewardSpec, arguments: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
+    def _values(
+        self, spec: RewardSpec, pending: Future[Any] | None, arguments: Mapping[str, Any], texts: Sequence[str]
+    ) -> list[float]:
         """Return one function's values, NaN for a completion without one."""
-        wanted = self._wanted[spec.name]
         try:
-            returned = spec.function(**{k: v for k, v in arguments.items() if wanted is None or k in wanted})
+            returned = self._call(spec, arguments) if pending is None else self._await(pending)
             values = list(returned)
             if len(values) != len(texts):
                 raise ValueError(f"it returned {len(values)} values for {len(texts)} completions")
@@ -171,6 +233,48 @@ class RewardRunner:
             )
         self._failed_batches[spec.name] = 0
         return checked
+
+    def _call(self, spec: RewardSpec, arguments: Mapping[str, Any]) -> Any:
+        """Call a plain function in a thread of its own and wait for it, at most `timeout_s`."""
+        call = partial(spec.function, **self._arguments(spec, arguments))
+        if spec.name in self._in_main_thread:
+            return call()
+        result: Future[Any] = Future()
+        threading.Thread(target=_fulfil, args=(result, call), name=f"reward {spec.name}", daemon=True).start()
+        try:
+            return result.result(self.timeout_s)
+        except concurrent.futures.TimeoutError:
+            if result.done():
+                raise  # the function's own
+            raise TimeoutError(f"it took longer than rewards.timeout_s = {self.timeout_s:g} s") from None
+        except ValueError as error:
+            if not any(words in str(error) for words in NEEDS_MAIN_THREAD):
+                raise
+        logger.warning("reward %s needs the main thread: it is called there, and nothing bounds its time", spec.name)
+        self._in_main_thread.add(spec.name)
+        return call()
+
+    def _start(self, spec: RewardSpec, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Start an asynchronous function on the event loop."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="asynchronous rewards", daemon=True).start()
+        coroutine: Any = spec.function(**self._arguments(spec, arguments))
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, self.timeout_s), self._loop)
+
+    def _await(self, pending: Future[Any]) -> Any:
+        """Wait for an asynchronous function; it is cancelled at its time-out, and a loop that it blocks is given up."""
+        try:
+            return pending.result(self.timeout_s + LOOP_GRACE_S)
+        except concurrent.futures.TimeoutError:
+            if not pending.done():
+                self._loop = None  # another one for the next batch
+            raise TimeoutError(f"it took longer than rewards.timeout_s = {self.timeout_s:g} s") from None
+
+    def _arguments(self, spec: RewardSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = self._wanted[spec.name]
+        given = {name: value for name, value in arguments.items() if wanted is None or name in wanted}
+        return given | dict(spec.arguments)
 
     def _batch_failed(self, name: str, error: Exception, where: str) -> None:
         self._failed_batches[name] += 1
@@ -195,6 +299,12 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
         specs = [RewardSpec(place.rpartition(":")[2], load_reward(place)) for place in config.functions]
     else:
         specs = list(default)
+    names = [spec.name for spec in specs]
+    if unknown := [name for name in config.arguments if name not in names]:
+        raise ValueError(
+            f"rewards.arguments: no reward function is called {unknown[0]!r}; there are {', '.join(names)}"
+        )
+    specs = [replace(spec, arguments=config.arguments.get(spec.name, {})) for spec in specs]
     if config.weights is None:
         return specs
     if len(config.weights) != len(specs):
@@ -202,7 +312,7 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
             f"rewards.weights has {len(config.weights)} numbers, the reward functions are "
             f"{', '.join(spec.name for spec in specs)}: give one weight a function"
         )
-    return [RewardSpec(spec.name, spec.function, weight) for spec, weight in zip(specs, config.weights, strict=True)]
+    return [replace(spec, weight=weight) for spec, weight in zip(specs, config.weights, strict=True)]
 
 
 def load_reward(place: str) -> Callable[..., Any]:
@@ -223,25 +333,6 @@ def load_reward(place: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"reward {place!r} is a {type(function).__name__}, not a function")
     return function
-
-
-def format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for a completion that is one think part and one answer part, else 0 (`prompts.has_format`)."""
-    return [float(has_format(completion_text(completion))) for completion in completions]
-
-
-def numeric_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float | None]:
-    """Return 1 for a completion whose tagged answer is the number in the column `answer`, else 0.
-
-    None where that column holds no number, so that the grader cannot tell (`numbers.grade`).
-    """
-    grades = [numbers.grade(completion_text(c), reference) for c, reference in zip(completions, answer, strict=True)]
-    return [None if grade is None else float(grade) for grade in grades]
-
-
-def completion_text(completion: str | list[dict[str, str]]) -> str:
-    """Return the text of a completion, be it chat messages or plain."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -266,9 +357,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | None:
     """Return the names that a function takes, None for all; ValueError when it needs one that nobody has."""
-    if inspect.iscoroutinefunction(spec.function):
-        raise ValueError(f"reward {spec.name} is asynchronous: make it a plain function")
-    known = {"prompts", "completions", "completion_ids", "trainer_state", *columns}
+    known = {"prompts", "completions", "completion_ids", "trainer_state", *columns, *spec.arguments}
     parameters = inspect.signature(spec.function).parameters.values()
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -277,14 +366,25 @@ def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | 
             parameter.VAR_KEYWORD,
             parameter.VAR_POSITIONAL,
         )
+        if needed and parameter.name in TRL_ONLY and parameter.name not in known:
+            raise ValueError(
+                f"reward {spec.name} needs {parameter.name!r}, which only TRL's trainer has: give it the default None"
+            )
         if needed and parameter.name not in known:
             raise ValueError(
                 f"reward {spec.name} needs the argument {parameter.name!r}, and there is none of that name; "
-                f"there are {', '.join(sorted(known))}"
+                f"there are {', '.join(sorted(known))}. A constant goes into rewards.arguments"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return {parameter.name for parameter in parameters}
+
+
+def _fulfil(result: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # it belongs to whoever waits
+        result.set_exception(error)
 
 
 def _checked(value: Any) -> float:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import re
+import signal
+import threading
+import time
 
+import math_verify
 import pytest
 
 from qerl.config import RewardConfig, TaskConfig
+from qerl.rl.advantage import overlong_punishment
 from qerl.tasks import load_task
 from qerl.tasks.rewards import (
     MAX_FAILED_BATCHES,
     RewardRunner,
     RewardScores,
     RewardSpec,
+    exact_reward,
     format_reward,
+    length_reward,
     load_reward,
+    math_reward,
     numeric_reward,
+    overlong_reward,
     reward_specs,
+    tag_count_reward,
 )
 
 PROMPT = [{"role": "user", "content": "1+1=?"}]
 
 
-def runner(*functions, weights=None, columns=("answer",)) -> RewardRunner:
+def runner(*functions, weights=None, columns=("answer",), timeout_s=10.0) -> RewardRunner:
     weights = weights or [1.0] * len(functions)
     specs = [RewardSpec(f.__name__, f, weight) for f, weight in zip(functions, weights, strict=True)]
-    return RewardRunner(specs, columns=columns, max_steps=10)
+    return RewardRunner(specs, columns=columns, max_steps=10, timeout_s=timeout_s)
 
 
 def score(rewards: RewardRunner, texts: list[str], answers: list[str] | None = None, step: int = 0) -> RewardScores:
@@ -102,17 +114,42 @@ def test_arguments_with_a_default_may_be_missing():
     assert score(runner(reward), ["a"]).totals == [3.0]
 
 
-def test_positional_only_and_asynchronous_functions_are_refused():
+def test_positional_only_arguments_are_refused():
     def positional(completions, /):
-        return []
-
-    async def asynchronous(completions):
         return []
 
     with pytest.raises(ValueError, match="by position only"):
         runner(positional)
-    with pytest.raises(ValueError, match="asynchronous"):
-        runner(asynchronous)
+
+
+def test_what_only_trls_trainer_has_is_refused_unless_it_has_a_default():
+    def needs(completions, log_metric):
+        raise AssertionError("never called")
+
+    def takes(completions, log_extra=None, **kwargs):
+        return [float(log_extra is None)]
+
+    with pytest.raises(ValueError, match="needs 'log_metric', which only TRL's trainer has: give it the default None"):
+        runner(needs)
+    assert score(runner(takes), ["a"]).totals == [1.0]
+
+
+def test_constants_come_from_the_config(reward_file):
+    config = RewardConfig(
+        functions=["qerl.tasks.rewards:overlong_reward", "qerl.tasks.rewards:regex_reward"],
+        arguments={"overlong_reward": {"max_length": 10, "buffer": 4}, "regex_reward": {"pattern": "^a.c$"}},
+    )
+    rewards = RewardRunner(reward_specs(config, default=[]), columns=["answer"], max_steps=1)
+    assert score(rewards, ["a\nc", "a" * 8, "a" * 12]).parts == {
+        "overlong_reward": [0.0, -0.5, -1.0],
+        "regex_reward": [1.0, 0.0, 0.0],
+    }
+    config.arguments = {"regex": {}}
+    with pytest.raises(ValueError, match=r"rewards\.arguments: no reward function is called 'regex'; there are"):
+        reward_specs(config, default=[])
+    config.arguments = {}
+    with pytest.raises(ValueError, match=r"needs the argument 'max_length'.* A constant goes into rewards\.arguments"):
+        RewardRunner(reward_specs(config, default=[]), columns=["answer"], max_steps=1)
 
 
 def test_a_function_that_changes_its_arguments_changes_no_training_data():
@@ -276,6 +313,149 @@ def test_names_must_differ_and_there_must_be_one():
         runner()
 
 
+# ---------------------------------------------------------------- asynchronous functions, and time
+
+
+async def sleeps(completions, **kwargs):
+    await asyncio.sleep(0.3)
+    return [1.0] * len(completions)
+
+
+def test_asynchronous_functions_of_a_batch_run_at_the_same_time():
+    async def sleeps_too(completions, **kwargs):
+        return await sleeps(completions)
+
+    def waits(completions, **kwargs):
+        time.sleep(0.3)
+        return [0.5] * len(completions)
+
+    rewards = runner(sleeps, waits, sleeps_too)
+    start = time.monotonic()
+    scores = score(rewards, ["a", "b"])
+    assert time.monotonic() - start < 0.8
+    assert scores.totals == [2.5, 2.5]
+    assert list(scores.parts) == ["sleeps", "waits", "sleeps_too"]
+
+
+def test_the_event_loop_outlives_a_batch():
+    loops = []
+
+    async def remembers(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [1.0] * len(completions)
+
+    rewards = runner(remembers)
+    for _ in range(2):
+        score(rewards, ["a"])
+    assert loops[0] is loops[1]
+
+
+async def raises_later(completions, **kwargs):
+    raise KeyError("judge")
+
+
+async def hangs_later(completions, **kwargs):
+    await asyncio.sleep(60)
+
+
+async def blocks_the_loop(completions, **kwargs):
+    time.sleep(1.5)
+
+
+def hangs(completions, **kwargs):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises_later, "KeyError: 'judge'"),
+        (hangs_later, "it took longer than rewards.timeout_s = 0.2 s"),
+        (blocks_the_loop, "it took longer than rewards.timeout_s = 0.2 s"),
+        (hangs, "it took longer than rewards.timeout_s = 0.2 s"),
+    ],
+)
+def test_what_hangs_or_raises_costs_its_own_values_alone(function, message, caplog):
+    rewards = runner(function, constant(0.5), timeout_s=0.2)
+    start = time.monotonic()
+    scores = score(rewards, ["a", "b"])
+    assert time.monotonic() - start < 3.0
+    assert scores.totals == [0.5, 0.5]
+    assert scores.failed == {function.__name__: 2, "reward": 0}
+    assert message in caplog.text
+
+
+def test_a_loop_that_was_blocked_is_replaced():
+    calls = []
+
+    async def blocks_once(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(3)
+        return [1.0] * len(completions)
+
+    rewards = runner(blocks_once, constant(0.0), timeout_s=0.2)
+    assert [score(rewards, ["a"]).totals for _ in range(2)] == [[0.0], [1.0]]
+
+
+def test_the_functions_own_time_out_is_told_as_such(caplog):
+    def asks(completions, **kwargs):
+        raise TimeoutError("the judge is away")
+
+    score(runner(asks, constant(0.0)), ["a"])
+    assert "the judge is away" in caplog.text
+
+
+def test_a_function_that_needs_the_main_thread_gets_it(caplog):
+    threads = []
+
+    def alarms(completions, **kwargs):
+        threads.append(threading.current_thread())
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return [1.0] * len(completions)
+
+    rewards = runner(alarms)
+    assert [score(rewards, ["a"]).totals for _ in range(2)] == [[1.0], [1.0]]
+    assert threads[1:] == [threading.main_thread()] * 2
+    assert caplog.text.count("reward alarms needs the main thread") == 1
+
+
+# ---------------------------------------------------------------- functions as notebooks have them
+
+
+def xml_answer(text: str) -> str:
+    return text.split("<answer>")[-1].split("</answer>")[0].strip()
+
+
+def correctness_reward_func(prompts, completions, answer, **kwargs) -> list[float]:
+    responses = [completion[0]["content"] for completion in completions]
+    print(f"Question: {prompts[0][-1]['content']}\nAnswer: {answer[0]}\nResponse: {responses[0]}")
+    return [2.0 if xml_answer(r) == a else 0.0 for r, a in zip(responses, answer, strict=True)]
+
+
+def soft_format_reward_func(completions, **kwargs) -> list[float]:
+    pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
+    return [0.5 if re.match(pattern, c[0]["content"], re.DOTALL) else 0.0 for c in completions]
+
+
+def math_accuracy_reward(completions: list[list[dict[str, str]]], answer: list[str], **kwargs) -> list[float | None]:
+    rewards: list[float | None] = []
+    for completion, solution in zip(completions, answer, strict=True):
+        gold = math_verify.parse(f"${solution}$")
+        said = math_verify.parse(completion[0]["content"])
+        rewards.append(float(math_verify.verify(gold, said)) if gold else None)
+    return rewards
+
+
+def test_reward_functions_of_notebooks_run_unchanged(capsys):
+    texts = ["<reasoning>1+1</reasoning>\n<answer>2</answer>", "<answer>3</answer>"]
+    scores = score(runner(correctness_reward_func, soft_format_reward_func), texts)
+    assert scores.totals == [2.5, 0.0]
+    assert "Question: 1+1=?" in capsys.readouterr().out
+    scores = score(runner(math_accuracy_reward), [r"so $\\frac{4}{2}$", "so $3$"])  # its time-outs are signals
+    assert scores.totals == [1.0, 0.0]
+
+
 # ---------------------------------------------------------------- loading
 
 
@@ -370,6 +550,28 @@ def test_a_reference_that_is_no_number_gives_no_value():
     scores = score(runner(numeric_reward), ["<answer>2</answer>"] * 2, ["2", "two"])
     assert same(scores.totals, [1.0, math.nan])
     assert scores.failed == {"numeric_reward": 1}
+
+
+def test_built_in_correctness():
+    texts = [r"<answer>\\frac{1}{2}</answer>", "<answer>0.5</answer>", "<answer> 1/2 </answer>", "<answer>2</answer>"]
+    assert numeric_reward(texts, answer=["1/2"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    assert math_reward(texts, answer=["1/2"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    assert exact_reward(texts, answer=["1/2"] * 4) == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_tags_are_counted_once():
+    texts = ["<think>a</think><answer>b</answer>", "<answer>b</answer>", "<think><think></think>", ""]
+    assert tag_count_reward(texts) == [1.0, 0.5, 0.25, 0.0]
+
+
+def test_shorter_is_better():
+    assert length_reward([[], [1, 2], [1] * 4, [1] * 9], max_length=4) == [0.0, -0.5, -1.0, -1.0]
+
+
+def test_overlong_is_the_losss_own_punishment():
+    lengths = range(0, 120, 7)
+    expected = [-overlong_punishment(n, 100, 20) for n in lengths]
+    assert overlong_reward([[0] * n for n in lengths], max_length=100, buffer=20) == pytest.approx(expected)
 
 
 def test_built_in_rewards_read_plain_text_too():

@@ -1,4 +1,4 @@
-"""Tasks as a run sees them: `load_task`, examples, held-out problems, and GSM8K's files."""
+"""Tasks as a run sees them: `load_task`, examples, held-out problems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qerl.config import TaskConfig
-from qerl.tasks import TASKS, Task, load_task
+from qerl.tasks import Task, load_task
 from qerl.tasks.prompts import SYSTEM_PROMPT
 
 
@@ -26,11 +26,10 @@ def gsm8k_folder(tmp_path):
     return tmp_path
 
 
-def gsm8k(path, **settings) -> Task:
-    return load_task(TaskConfig(name="gsm8k", path=str(path), **settings), seed=0)
+NAMES = ("arithmetic", "gsm8k")
 
 
-@pytest.fixture(params=TASKS)
+@pytest.fixture(params=NAMES)
 def task(request, gsm8k_folder) -> Task:
     return load_task(TaskConfig(name=request.param, path=str(gsm8k_folder)), seed=3)
 
@@ -74,7 +73,7 @@ def test_the_reference_is_graded_right_and_another_number_wrong(task):
 
 
 def test_system_prompts_are_replaced(gsm8k_folder):
-    for name in TASKS:
+    for name in NAMES:
         for system, roles in (("Be brief.", ["system", "user"]), ("", ["user"])):
             config = TaskConfig(name=name, path=str(gsm8k_folder), system_prompt=system)
             prompt = load_task(config, seed=0).train_example(0).prompt
@@ -90,8 +89,22 @@ def test_reward_weights(gsm8k_folder, name, correctness):
 
 
 def test_an_unknown_task_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"there is no task 'gsm9k'; known are arithmetic, gsm8k"):
+    with pytest.raises(ValueError, match=r"no task 'gsm9k'; known are arithmetic, gsm8k, .*reasoning_gym:NAME"):
         load_task(TaskConfig(name="gsm9k"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"levels": [3]}, "task.levels is read by math, math500, aime, amc, not by 'arithmetic': take it out"),
+        ({"name": "gsm8k", "solve_rate": (0, 1)}, "task.solve_rate is read by bigmath, not by 'gsm8k'"),
+        ({"grader": "math"}, "task.grader is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"name": "math", "options": {"a": 1}}, "task.options is read by reasoning_gym:, not by 'math'"),
+    ],
+)
+def test_a_setting_that_the_task_does_not_read_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_task(TaskConfig(**settings), seed=0)
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -115,87 +128,3 @@ def test_the_worked_solution_is_graded_right():
     task = load_task(TaskConfig(difficulty=5), seed=0)
     columns = [task.train_example(i).columns for i in range(50)]
     assert task.grade_batch([row["solution"] for row in columns], columns) == [True] * 50
-
-
-# ---------------------------------------------------------------- GSM8K's files
-
-
-def test_gsm8k_reads_a_folder_with_both_files(gsm8k_folder):
-    task = gsm8k(gsm8k_folder)
-    assert task.num_train_examples == 30
-    assert task.train_example(2).prompt[-1]["content"] == row(2)["question"]
-    assert task.train_example(2).columns == {
-        "question": row(2)["question"],
-        "answer": "1,002",
-        "solution": row(2)["answer"],
-    }
-    assert [example.columns["answer"] for example in task.eval_examples(5)] == [f"1,10{i}" for i in range(5)]
-
-
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_the_last_tenth_is_held_out_without_a_test_file(tmp_path, as_folder):
-    write(tmp_path / "train.jsonl", [row(i) for i in range(30)])
-    task = gsm8k(tmp_path if as_folder else tmp_path / "train.jsonl")
-    assert task.num_train_examples == 27
-    assert task.num_eval_examples == len(task.eval_examples(task.num_eval_examples)) == 3
-    assert [example.columns["question"] for example in task.eval_examples(3)] == [
-        row(i)["question"] for i in (27, 28, 29)
-    ]
-
-
-def test_a_file_by_name_ignores_its_neighbours(gsm8k_folder):
-    assert gsm8k(gsm8k_folder / "train.jsonl").num_train_examples == 27
-
-
-def test_training_problems_that_are_held_out_too_are_dropped(gsm8k_folder):
-    write(gsm8k_folder / "train.jsonl", [row(100), *(row(i) for i in range(5)), row(104)])
-    task = gsm8k(gsm8k_folder)
-    assert [task.train_example(i).columns["answer"] for i in range(task.num_train_examples)] == [
-        f"1,00{i}" for i in range(5)
-    ]
-
-
-def test_plain_answers_blank_lines_and_unicode_are_read(tmp_path):
-    rows = [{"question": f"{i}\u2028half ½", "answer": f"{i}.5", "id": i} for i in range(10)]
-    text = "\n\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-    (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
-    task = gsm8k(tmp_path / "data.jsonl")
-    assert task.train_example(3).columns == {"question": "3\u2028half ½", "answer": "3.5", "solution": "3.5"}
-
-
-def test_asking_for_more_held_out_problems_than_there_are(gsm8k_folder):
-    with pytest.raises(ValueError, match=r"6 held-out problems .* there are 5: set eval\.num_problems = 5"):
-        gsm8k(gsm8k_folder).eval_examples(6)
-
-
-def test_paths_that_hold_nothing(tmp_path):
-    with pytest.raises(ValueError, match=r"task\.path is not set: give the folder"):
-        load_task(TaskConfig(name="gsm8k"), seed=0)
-    with pytest.raises(ValueError, match=r"there is no file or folder .*nowhere"):
-        gsm8k(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no train\.jsonl"):
-        gsm8k(tmp_path)
-    write(tmp_path / "train.jsonl", [row(i) for i in range(9)])
-    with pytest.raises(ValueError, match=r"9 training and 0 held-out problems"):
-        gsm8k(tmp_path)
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"0 training and 0 held-out problems"):
-        gsm8k(tmp_path / "empty.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{not json", r"line 2: not valid JSON"),
-        ("[1, 2]", r'line 2: needs the text fields "question" and "answer", found list'),
-        ('{"problem": "a", "answer": "1"}', r"line 2: needs .*, found problem, answer"),
-        ('{"question": "a", "answer": 1}', r"line 2: needs .*, found question, answer"),
-        ('{"question": "a", "answer": "so #### many"}', r"line 2: the answer 'many' is not one number"),
-        ('{"question": "a", "answer": ""}', r"line 2: the answer '' is not one number"),
-    ],
-)
-def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row(0)) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=r"data\.jsonl, " + message):
-        gsm8k(path)

@@ -1,0 +1,118 @@
+"""Rows from wherever a user keeps them, by split: {"train": rows(), "test": rows()}.
+
+| source | splits |
+|---|---|
+| file.jsonl, file.parquet, file.csv, file.tsv | one, called after the file |
+| folder with such files (`train.jsonl`, `test.parquet`; also `train-00000-of-00002.parquet`) | one for each name |
+| folder written by `datasets`' `save_to_disk` | the data set's own, else "train" |
+| anything else that may be a name (`openai/gsm8k`, with `subset` "main") | those of `datasets.load_dataset` |
+
+A row is a dict of plain Python values. Cells of CSV are text, so that `007` and `1e5` stay what they were. Files are
+read directly and leave nothing in a cache; only a named data set is downloaded, to where `datasets` keeps it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Splits = dict[str, Callable[[], list[Row]]]
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def open_table(source: str, subset: str | None = None) -> Splits:
+    """Return a reader for each split; nothing is read yet. ValueError for a source that is none of the above."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix not in _READERS:
+            raise ValueError(f"{path}: only {', '.join(_READERS)} files can be read")
+        return {path.stem: lambda: _READERS[path.suffix](path)}
+    if path.is_dir():
+        return _open_folder(path)
+    if not _HUB_NAME.fullmatch(source) or path.suffix in _READERS:
+        raise ValueError(f"there is no file or folder {source}")
+    return _open_named(source, subset)
+
+
+def _open_folder(path: Path) -> Splits:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        import datasets  # slow to import, and only some data need it
+
+        data = datasets.load_from_disk(str(path))
+        parts = data if isinstance(data, datasets.DatasetDict) else {"train": data}
+        return {str(name): part.to_list for name, part in parts.items()}
+    files: dict[str, list[Path]] = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix in _READERS:
+            files.setdefault(_SHARD.sub("", file.stem), []).append(file)
+    if not files:
+        raise ValueError(f"the folder {path} has no {', '.join(_READERS)} file")
+
+    def reader(shards: list[Path]) -> Callable[[], list[Row]]:
+        return lambda: [row for shard in shards for row in _READERS[shard.suffix](shard)]
+
+    return {name: reader(shards) for name, shards in files.items()}
+
+
+def _open_named(name: str, subset: str | None) -> Splits:
+    import datasets
+
+    try:
+        splits = datasets.get_dataset_split_names(name, subset)
+    except Exception as error:  # network, spelling, a subset that must be named: the library's text says which
+        raise ValueError(
+            f"there is no file or folder {name}, and `datasets` cannot load a data set of that name: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+    def reader(split: str) -> Callable[[], list[Row]]:
+        return lambda: datasets.load_dataset(name, subset, split=split).to_list()
+
+    return {split: reader(split) for split in splits}
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: not valid JSON ({error}); one object a line is expected"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: one object a line is expected, found {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet  # comes with `datasets`
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def _read_csv(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"{path}, row {number}: the number of cells is not that of the header")
+    return rows
+
+
+_READERS: dict[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
