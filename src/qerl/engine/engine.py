@@ -85,12 +85,14 @@ class PagedEngine:
         if not groups:
             return results
         num_slots = min(total - num_done, self._config.max_batch_size)
-        pool = PagePool(self._num_pages(groups, num_slots))
-        self._check_fit(groups, pool.size)
+        pages = self._num_pages(groups, num_slots)
+        self._check_fit(groups, pages)
+        cache = self._new_cache(pages + 1)  # and a spare page, see runner.py
+        pool = PagePool(pages)
         scheduler = Scheduler(groups, pool, num_slots)
         runner = Runner(
             self._decoder,
-            self._new_cache(pool.size + 1),  # and a spare page, see runner.py
+            cache,
             sampling,
             self._eos_ids,
             num_slots=num_slots,
