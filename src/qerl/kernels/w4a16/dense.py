@@ -30,16 +30,16 @@ def w4a16_dense(
     for start, rows, scale in weight.runs:
         w, out = dense[start : start + rows].T, y[:, first : first + rows]
         b = None if bias is None else bias[first : first + rows]
-        if scale is not None and b is None:
-            torch.addmm(out, x, w, beta=0, alpha=scale, out=out)
-        elif scale is not None and out.is_contiguous():
-            torch.addmm(b, x, w, alpha=scale, out=out)
-        elif scale is not None:
-            # Into a strided output torch 2.11 adds the bias after a rounding of its own (seen on an H200).
-            out.copy_(torch.addmm(b, x, w, alpha=scale))
-        else:
+        if scale is None:
             sums = torch.mm(x, w, out_dtype=torch.float32) * weight.row_scale[first : first + rows]
             out.copy_(sums if b is None else sums + b)
+        elif b is None:
+            torch.addmm(out, x, w, beta=0, alpha=scale, out=out)
+        elif out.is_contiguous():
+            torch.addmm(b, x, w, alpha=scale, out=out)
+        else:
+            # Into a strided output torch 2.11 adds the bias after a rounding of its own (seen on an H200).
+            out.copy_(torch.addmm(b, x, w, alpha=scale))
         first += rows
     return y
 
