@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import select
 import subprocess
@@ -32,6 +33,8 @@ MAX_KEPT = 16384  # verdicts
 
 Pair = tuple[str, str]
 UNKNOWN = ("time", "memory", "reference", "died")
+
+logger = logging.getLogger(__name__)
 
 
 class MathPool:
@@ -54,6 +57,7 @@ class MathPool:
             new = [pair for pair in dict.fromkeys(pairs) if pair not in known]
             if new:
                 known |= self._ask(new)
+                _warn(new, known)
             for pair in known:
                 self._kept[pair] = known[pair]
                 self._kept.move_to_end(pair)
@@ -116,6 +120,17 @@ class MathPool:
         )
         self._owner = os.getpid()
         return self._process
+
+
+def _warn(pairs: Sequence[Pair], outcomes: dict[Pair, str]) -> None:
+    """Show that some comparisons failed, why, and one of them."""
+    failed = [pair for pair in pairs if outcomes[pair] in UNKNOWN]
+    if failed:
+        reasons = Counter(outcomes[pair] for pair in failed)
+        logger.warning(
+            "the math grader could not compare %d of %d answers (%s), such as %.200r with %.100r",
+            *(len(failed), len(pairs), ", ".join(f"{reason}: {n}" for reason, n in reasons.items()), *failed[0]),
+        )
 
 
 @functools.cache

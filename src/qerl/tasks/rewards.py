@@ -188,9 +188,7 @@ class RewardRunner:
             "completion_ids": [list(ids) for ids in completion_ids],  # copies: training goes on with the originals
             "trainer_state": TrainerState(step, self.max_steps),
         }
-        pending = {
-            spec.name: self._start(spec, arguments) for spec in self.specs if inspect.iscoroutinefunction(spec.function)
-        }
+        pending = {spec.name: self._start(spec, arguments) for spec in self.specs if _is_asynchronous(spec.function)}
         parts = {
             spec.name: self._values(spec, pending.get(spec.name), arguments, texts)
             for spec in sorted(self.specs, key=lambda spec: spec.name in pending)
@@ -266,7 +264,9 @@ class RewardRunner:
         """Wait for an asynchronous function; it is cancelled at its time-out, and a loop that it blocks is given up."""
         try:
             return pending.result(self.timeout_s + LOOP_GRACE_S)
-        except concurrent.futures.TimeoutError:
+        except concurrent.futures.TimeoutError as error:
+            if pending.done() and error.args:
+                raise  # the function's own
             if not pending.done():
                 self._loop = None  # another one for the next batch
             raise TimeoutError(f"it took longer than rewards.timeout_s = {self.timeout_s:g} s") from None
@@ -378,6 +378,11 @@ def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | 
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return {parameter.name for parameter in parameters}
+
+
+def _is_asynchronous(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object's `__call__`, is `async def`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _fulfil(result: Future[Any], call: Callable[[], Any]) -> None:

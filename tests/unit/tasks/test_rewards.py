@@ -402,8 +402,21 @@ def test_the_functions_own_time_out_is_told_as_such(caplog):
     def asks(completions, **kwargs):
         raise TimeoutError("the judge is away")
 
-    score(runner(asks, constant(0.0)), ["a"])
+    async def asks_later(completions, **kwargs):
+        raise TimeoutError("the other judge is away")
+
+    score(runner(asks, asks_later, constant(0.0)), ["a"])
     assert "the judge is away" in caplog.text
+    assert "the other judge is away" in caplog.text
+
+
+def test_an_object_may_be_asynchronous():
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            return [2.0] * len(completions)
+
+    rewards = RewardRunner([RewardSpec("judge", Judge())], columns=["answer"], max_steps=1)
+    assert score(rewards, ["a"]).totals == [2.0]
 
 
 def test_a_function_that_needs_the_main_thread_gets_it(caplog):
