@@ -98,7 +98,7 @@ class Display:
         if quiet:
             self._view = _QuietView(num_steps, self.stream)
         elif self.stream.isatty() and os.environ.get("TERM") != "dumb":
-            from qerl.live import LiveView  # needs rich, which a run without a terminal does not
+            from qerl.live import LiveView, clock  # needs rich, which a run without a terminal does not
 
             self._view = LiveView(num_steps, title, self.stream)
         else:
@@ -208,13 +208,6 @@ def step_line(metrics: dict[str, Any], num_steps: int, left: float | None) -> st
     if left is not None and left >= 1:
         parts.append(f"left {clock(left)}")
     return "  ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """`1:30`, or `2:05:09` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _Handler(logging.Handler):

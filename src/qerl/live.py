@@ -26,7 +26,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from qerl.display import clock
 
 REFRESHES_PER_SECOND = 8
 BARS = "▁▂▃▄▅▆▇█"
@@ -275,3 +274,10 @@ def printable(text: str) -> str:
 
 def _bar(done: int, total: int) -> ProgressBar:
     return ProgressBar(total=max(total, 1), completed=done, style="dim", complete_style="green", finished_style="green")
+
+
+def clock(seconds: float) -> str:
+    """`1:30`, or `2:05:09` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

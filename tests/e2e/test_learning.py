@@ -51,8 +51,6 @@ def test_permuted_rewards_teach_nothing(tmp_path):
 
 def test_the_same_seed_gives_the_same_run(tmp_path):
     short = ("steps=3", "eval.num_problems=8", "eval.num_samples=1", "rollout.prompts_per_step=4", "noise.num_stages=3")
-    one, two, other = (
-        train(tmp_path / name, *short, f"seed={seed}") for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    )
+    one, two, other = (train(tmp_path / name, *short, f"seed={seed}") for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert without_times(one) == without_times(two)
     assert without_times(one) != without_times(other)
