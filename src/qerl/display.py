@@ -20,6 +20,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from qerl.live import LiveView, clock
+
 
 class Column(NamedTuple):
     """How one metric is shown."""
@@ -98,8 +100,6 @@ class Display:
         if quiet:
             self._view = _QuietView(num_steps, self.stream)
         elif self.stream.isatty() and os.environ.get("TERM") != "dumb":
-            from qerl.live import LiveView, clock  # needs rich, which a run without a terminal does not
-
             self._view = LiveView(num_steps, title, self.stream)
         else:
             self._view = _PlainView(num_steps, self.stream)

@@ -26,7 +26,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-
 REFRESHES_PER_SECOND = 8
 BARS = "▁▂▃▄▅▆▇█"
 WARNING_STYLE = "bold red"

@@ -9,8 +9,8 @@ import math
 import pytest
 from rich.console import Console
 
-from qerl.display import Column, Display, clock
-from qerl.live import LiveView, printable, sparkline
+from qerl.display import Column, Display
+from qerl.live import LiveView, clock, printable, sparkline
 
 METRICS = {
     "step": 3,

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from qerl.display import clock
+from qerl.live import clock
 from qerl.rl.log import read_metrics, read_run
 
 
