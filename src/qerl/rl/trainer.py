@@ -57,13 +57,14 @@ from qerl.rl.checkpoint import (
 from qerl.rl.log import RunLog, write_completions_parquet
 from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
-from qerl.rl.rollout import PromptStream, collect_groups
+from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.tasks import load_task
 from qerl.tasks.rewards import RewardRunner
 from qerl.types import SamplingParams
 
 MAX_SKIPPED_UPDATES = 3  # non-finite gradients in a row before the run stops
+STEPS_BEFORE_WARNING = 5  # steps in a row in which no group's rewards differ
 
 
 class Interrupted(Exception):
@@ -100,6 +101,7 @@ class Trainer:
         self.pending: dict[str, Any] | None = {"step": 0}  # metrics of a step that is not evaluated and logged yet
         self.rate_scale = 1.0
         self.skipped_updates = 0
+        self.steps_without_signal = 0
         self.stop_requested = False
         self.output_dir.mkdir(parents=True, exist_ok=True)
         if checkpoint is not None:
@@ -134,13 +136,13 @@ class Trainer:
         config, started = self.config, time.monotonic()
         draw = self._noise_draw()
         report = self.engine.sync(draw)
-        data_position = self.stream.position
+        before = self.stream.position, self.stream.num_too_long
         try:
             groups, stats = collect_groups(
                 self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
             )
         except Interrupted:
-            self.stream.position = data_position
+            self.stream.position, self.stream.num_too_long = before
             raise
         rollout_seconds = time.monotonic() - started
 
@@ -174,12 +176,24 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
+        self._warn_without_signal(stats)
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
         if batch.num_completion_tokens:
             self._react_to_divergence(mismatch_kl)
         for record in self.log.write_completions(self.step, groups)[:1]:
             self.display.completion(record)
         return metrics
+
+    def _warn_without_signal(self, stats: RolloutStats) -> None:
+        """Say so when there has been nothing to learn from for some steps: a run must not end "well" that way."""
+        flat = stats.num_zero_variance_groups == stats.num_sampled_groups
+        self.steps_without_signal = self.steps_without_signal + 1 if flat else 0
+        if self.steps_without_signal == STEPS_BEFORE_WARNING:
+            self.display.warning(
+                f"in the last {STEPS_BEFORE_WARNING} steps every group had equal rewards, so nothing was learned: read "
+                f"{self.log.completions_path}; is the task too hard or too easy, or does the prompt not ask for what the "
+                "reward functions look for?"
+            )
 
     # ------------------------------------------------------------------ the update
 

@@ -1,0 +1,88 @@
+"""Runs that have little or nothing to learn from go on, count it, and say so."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from qerl.config import load_config
+from qerl.display import Display
+from qerl.rl.trainer import Trainer
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+TINY = [
+    "steps=5",
+    "lora.r=4",
+    "rollout.prompts_per_step=2",
+    "rollout.num_generations=2",
+    "rollout.max_completion_length=24",
+    "noise.num_stages=2",
+    "eval.num_problems=0",
+]
+
+
+@pytest.fixture
+def rewards(tmp_path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "def same(completions, **kwargs):\n    return [1.0] * len(completions)\n\n"
+        "def half(completions, **kwargs):\n    return [None if i % 2 else float(len(c[0]['content']))\n"
+        "            for i, c in enumerate(completions)]\n"
+    )
+    return path
+
+
+def train(output_dir: Path, *settings: str) -> tuple[list[dict], str]:
+    config = load_config(DEMO, [*TINY, f"output_dir={output_dir}", *settings])
+    stream = io.StringIO()
+    Trainer(config, display=Display(config.steps, stream=stream)).train()
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()][1:], stream.getvalue()
+
+
+def test_equal_rewards_are_said_aloud(rewards, tmp_path):
+    rows, said = train(tmp_path / "run", f'rewards.functions=["{rewards}:same"]')
+    assert all(row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0 for row in rows)
+    assert "every group had equal rewards" in said
+
+
+def test_dynamic_sampling_that_finds_nothing_goes_on(rewards, tmp_path):
+    rows, _ = train(tmp_path / "run", f'rewards.functions=["{rewards}:same"]', "loss.dynamic_sampling=true", "steps=2")
+    for row in rows:
+        assert row["groups/missing"] == 2 and row["groups/rounds"] == 4 and row["groups/sampled"] == 8
+        assert row["num_updates"] == 0
+
+
+def test_completions_without_a_reward_are_counted_and_left_out(rewards, tmp_path):
+    rows, _ = train(tmp_path / "run", f'rewards.functions=["{rewards}:half"]', "steps=2")
+    assert all(row["rewards/half/failed"] == 2 and row["reward"] > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:sampling with transformers")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["loss.type=grpo", "loss.beta=0.05", "noise.same_noise_in_training=true", "noise.per=completion"],
+        ["loss.type=gspo", "loss.num_iterations=2"],
+        ["loss.type=cispo", "loss.updates_per_rollout=2", "noise.controller=divergence"],
+        [
+            "loss.type=dr_grpo",
+            "loss.scale_rewards=none",
+            "loss.mask_truncated_completions=true",
+            "loss.overlong_buffer=8",
+        ],
+        ["rollout.engine=hf", "noise.per=prompt"],
+        ["model.format=bf16", "lora.use_rslora=true", "noise.controller=entropy", "noise.target=0.2"],
+        ["noise.on_divergence=rollback", "noise.divergence_limit=1e-12", "save_every=1"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_settings_that_meet_in_the_trainer(settings, tmp_path):
+    rows, _ = train(tmp_path / "run", "steps=3", "noise.sigma_start=2e-2", *settings)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["num_skipped_updates"] == 0 for row in rows)
+    assert any(row["noise/vectors"] == 8 for row in rows)
+    if "loss.beta=0.05" in settings:
+        assert rows[-1]["kl"] > 0
