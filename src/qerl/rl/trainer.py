@@ -191,8 +191,8 @@ class Trainer:
         if self.steps_without_signal == STEPS_BEFORE_WARNING:
             self.display.warning(
                 f"in the last {STEPS_BEFORE_WARNING} steps every group had equal rewards, so nothing was learned: read "
-                f"{self.log.completions_path}; is the task too hard or too easy, or does the prompt not ask for what the "
-                "reward functions look for?"
+                f"{self.log.completions_path}; is the task too hard or too easy, or does the prompt not ask for what "
+                "the reward functions look for?"
             )
 
     # ------------------------------------------------------------------ the update
