@@ -34,8 +34,8 @@ class ReasoningGymTask:
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
+            import reasoning_gym  # pyright: ignore[reportMissingImports]
+            from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
                 f"task.name = {config.name!r} needs `pip install qerl[reasoning-gym]` ({error})"
