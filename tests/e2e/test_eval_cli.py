@@ -1,11 +1,10 @@
-"""`qerl eval` as a user calls it: the commands of docs/evaluation.md, comparisons, files, and mistakes."""
+"""`qerl eval` as a user calls it: comparisons, files, and mistakes. The commands of docs/evaluation.md run in
+test_docs_commands.py."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,11 +14,10 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.config import LoraConfig, ModelConfig
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora, lora_factors
 from qerl.rl.checkpoint import save_adapter
 
-DOC = Path(__file__).parents[2] / "docs" / "evaluation.md"
 SMALL = ["--limit", "8", "--samples", "2", "--max-new-tokens", "40"]
 
 
@@ -145,23 +143,3 @@ def test_other_problems_are_not_compared(measured):
     with pytest.raises(ValueError, match="different problems"):
         qerl("embedded", "task.difficulty=1", "--limit", "2", "--samples", "0",
              "--compare", str(measured[0] / "results.parquet"))  # fmt: skip
-
-
-def test_the_commands_of_the_documentation_run(tmp_path, monkeypatch, adapters):
-    """Large models stand in for the embedded one, GSM8K for three sums in its format, trained adapters for others."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    for split, start in (("train", 10), ("test", 50)):
-        rows = [{"question": f"{start + i}+{i}=?", "answer": f"#### {start + 2 * i}"} for i in range(3)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").write_text(lines)
-    shutil.copytree(EMBEDDED, tmp_path / "models" / "Qwen2.5-0.5B-Instruct")
-    shutil.copytree(adapters["broken"], tmp_path / "runs" / "gsm8k-0.5b" / "adapter")
-    shutil.copytree(adapters["untrained"], tmp_path / "runs" / "demo" / "adapter")
-    blocks = re.findall(r"```sh\n(.*?)```", DOC.read_text(), re.DOTALL)
-    commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    assert len(commands) >= 5
-    for program, subcommand, *arguments in commands:
-        assert (program, subcommand) == ("qerl", "eval")
-        shorter = [] if "--from-parquet" in arguments else ["--limit", "3", "--max-new-tokens", "16"]
-        assert "%" in qerl(*arguments, *shorter)
