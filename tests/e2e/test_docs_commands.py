@@ -59,6 +59,7 @@ TINY = {
         "rollout.prompts_per_step=2",
         "rollout.num_generations=2",
         "rollout.max_completion_length=8",
+        "rollout.kv_cache_tokens=16384",
         "loss.max_resamples=1",
         "task.max_prompt_length=4096",
         "eval.num_problems=2",
