@@ -28,7 +28,7 @@ SHORT = [
 def trained(output_dir: Path, *settings: str) -> dict[str, torch.Tensor]:
     config = load_config(DEMO, [*SHORT, f"output_dir={output_dir}", *settings])
     with (output_dir.parent / "out.txt").open("w") as stream:
-        Trainer(config, display=Display(config.steps, stream)).train()
+        Trainer(config, display=Display(config.steps, stream=stream)).train()
     return load_file(output_dir / "adapter" / "adapter_model.safetensors")
 
 
