@@ -47,7 +47,7 @@ def train(
     settings = load_config(config, overrides)
     from qerl.display import Display
     from qerl.report.plot import plot_run
-    from qerl.rl.trainer import Interrupted, Trainer
+    from qerl.rl.trainer import Interrupted, RunFailed, Trainer
 
     title = f"{settings.output_dir} · {settings.task.name} · {Path(settings.model.path).name}"
     display = Display(settings.steps, title=title, quiet=quiet)
@@ -56,6 +56,9 @@ def train(
     except Interrupted as stop:
         print(f"{stop}\nGo on with the same command and --resume.")
         raise typer.Exit(130) from None
+    except RunFailed as failure:
+        print(f"qerl: {failure}", file=sys.stderr)
+        raise typer.Exit(1) from None
     folder = settings.output_dir
     print(f"adapter: {folder}/adapter\nplot: {plot_run(Path(folder))}\na page with all of it: qerl report {folder}")
 
@@ -264,7 +267,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         app()
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, OSError) as error:
         print(f"qerl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

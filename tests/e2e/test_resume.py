@@ -132,3 +132,36 @@ def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
 
 def test_a_finished_run_is_not_overwritten(unbroken, data):
     assert "holds a run already" in finish(start(unbroken, data), code=2)
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_no_other_run(data, tmp_path):
+    process = start(tmp_path / "run", data)
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    output = finish(start(tmp_path / "run", data, "--resume", "seed=9"), code=2)
+    assert "seed: 0 in the checkpoint, 9 now" in output
+    assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_judge_that_is_down_costs_nothing(unbroken, data, tmp_path):
+    rewards = tmp_path / "judge.py"
+    up = "from qerl.tasks.rewards import numeric_reward as judge\n"
+    rewards.write_text(up + "def judge(completions, **kwargs):\n    raise ConnectionError('the judge is down')\n")
+    options = (f'rewards.functions=["{rewards}:judge"]', "rewards.weights=[1.0]")
+    output = finish(start(tmp_path / "run", data, *options), code=1)
+    assert (
+        "the judge is down" in output
+        and "--resume" in output
+        and "Traceback (most recent call last):\n  File" in output
+    )
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    rewards.write_text(up)
+    finish(start(tmp_path / "run", data, *options, "--resume"))
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(7))
+
+
+def test_a_folder_that_cannot_be_made(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "output_dir" in finish(start(tmp_path / "file", data), code=2)

@@ -57,8 +57,8 @@ class Engine(Protocol):
         ...
 
 
-def check_requests(requests: Sequence[Request], vocab_size: int) -> None:
-    """ValueError for a request that no engine can run."""
+def check_requests(requests: Sequence[Request], vocab_size: int, max_positions: int | None) -> None:
+    """ValueError for a request that no engine can run. max_positions: tokens of the model's context, if it ends."""
     for i, request in enumerate(requests):
         if not request.prompt_ids:
             raise ValueError(
@@ -70,6 +70,11 @@ def check_requests(requests: Sequence[Request], vocab_size: int) -> None:
             raise ValueError(
                 f"request {i} has token ids outside the model's vocabulary of {vocab_size}: "
                 "was it encoded with another model's tokenizer?"
+            )
+        if max_positions is not None and len(request.prompt_ids) + request.max_new_tokens > max_positions:
+            raise ValueError(
+                f"request {i}: a prompt of {len(request.prompt_ids)} tokens and up to {request.max_new_tokens} new "
+                f"ones exceed the model's context of {max_positions}: ask for fewer new tokens"
             )
 
 

@@ -25,6 +25,7 @@ from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Group, Running, Scheduler
+from qerl.nn.structure import max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
 
@@ -51,7 +52,7 @@ class PagedEngine:
 
     def __init__(self, model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig) -> None:
         self._eos_ids, self._config = list(eos_ids), config
-        self._window = sliding_window(model)
+        self._window, self._max_positions = sliding_window(model), max_positions(model)
         with torch.inference_mode():
             self._decoder = Decoder(model)
         self.sync(None)
@@ -77,7 +78,7 @@ class PagedEngine:
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
-        check_requests(requests, self._decoder.vocab_size)
+        check_requests(requests, self._decoder.vocab_size, self._max_positions)
         results = [[empty_completion() for _ in request.seeds] for request in requests]
         groups = [Group(i, request) for i, request in enumerate(requests) if request.seeds and request.max_new_tokens]
         total = sum(len(request.seeds) for request in requests)

@@ -23,7 +23,7 @@ from qerl.config import RolloutConfig
 from qerl.engine.api import Progress, SyncReport, check_requests, empty_completion
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.sampler import sample, signed_key
-from qerl.nn.structure import causal_lm
+from qerl.nn.structure import causal_lm, max_positions
 from qerl.noise import ROLLOUT_STREAM, NoiseDraw, applied, noise_sites
 from qerl.types import Completion, Request, SamplingParams
 
@@ -67,7 +67,7 @@ class TransformersEngine:
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
-        check_requests(requests, self._vocab_size)
+        check_requests(requests, self._vocab_size, max_positions(self._lm))
         results = [[empty_completion() for _ in request.seeds] for request in requests]
         todo = [
             (i, j) for i, request in enumerate(requests) if request.max_new_tokens for j in range(len(request.seeds))

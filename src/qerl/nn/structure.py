@@ -40,3 +40,8 @@ def head(model: nn.Module) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise ValueError(f"{type(causal_lm(model)).__name__} has no linear head over its vocabulary: not supported")
     return module
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Tokens of the model's context, prompt and completion together; None where its config names no end."""
+    return getattr(causal_lm(model).config, "max_position_embeddings", None)

@@ -57,10 +57,10 @@ class PromptStream:
                 continue
             self.num_too_long += 1
             passed_over += 1
-            if passed_over == 1000:
+            if passed_over == min(1000, self.task.num_train_examples or 1000):
                 raise ValueError(
-                    f"1000 prompts in a row are longer than task.max_prompt_length = {self.max_prompt_length} tokens "
-                    f"(the last one has {len(prompt_ids)}): raise it"
+                    f"{passed_over} prompts in a row are longer than the limit of {self.max_prompt_length} tokens (the last "
+                    f"one has {len(prompt_ids)}): raise task.max_prompt_length, or take a model with a longer context"
                 )
         return taken
 

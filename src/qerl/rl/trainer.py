@@ -41,7 +41,7 @@ from qerl.nn.head import token_logprobs
 from qerl.nn.load import eos_token_ids, load_model
 from qerl.nn.lora import adapters_disabled, attach_lora
 from qerl.nn.recompute import recompute_layers
-from qerl.nn.structure import head
+from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, applied, build_controller, relative_noise
 from qerl.rl.advantage import compute_advantages
 from qerl.rl.batch import MicroBatch, TrainBatch
@@ -54,7 +54,7 @@ from qerl.rl.checkpoint import (
     save_adapter,
     save_checkpoint,
 )
-from qerl.rl.log import RunLog, write_completions_parquet
+from qerl.rl.log import RunLog, read_run, write_completions_parquet
 from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
@@ -71,12 +71,17 @@ class Interrupted(Exception):
     """The run was asked to stop; what it needs to go on has been saved."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says why, and from where it can be resumed once that is mended."""
+
+
 class Trainer:
     """One run, from its config to its adapter."""
 
     def __init__(self, config: RunConfig, *, resume: bool = False, display: Display | None = None) -> None:
         self.config = config
         self.output_dir = Path(config.output_dir)
+        self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = load_task(config.task, config.seed)
@@ -93,7 +98,7 @@ class Trainer:
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
         self.stream = PromptStream(
-            self.task, self.tokenizer, seed=config.seed, max_prompt_length=config.task.max_prompt_length
+            self.task, self.tokenizer, seed=config.seed, max_prompt_length=self._max_prompt_length()
         )
         self.log = RunLog(self.output_dir, completions_per_step=config.log_completions)
 
@@ -103,13 +108,21 @@ class Trainer:
         self.skipped_updates = 0
         self.steps_without_signal = 0
         self.stop_requested = False
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.updating = False  # whether an exception would leave a step half applied
         if checkpoint is not None:
             self._restore(checkpoint)
+        elif resume:
+            self.display.message(f"{self.output_dir} has no checkpoint yet: the run begins again, from the same keys")
         # What a killed run wrote past its newest checkpoint will be written again. A step's completions are written
         # before its evaluation, its metrics after it.
         self.log.rewind(metrics_step=self.step - (self.pending is not None), completions_step=self.step)
         self.log.write_run(config, self.device)
+        size = self.task.num_train_examples
+        if size is not None and size < config.rollout.prompts_per_step:
+            self.display.warning(
+                f"the task has {size} training problems and a step takes {config.rollout.prompts_per_step}: each step "
+                "repeats some; lower rollout.prompts_per_step"
+            )
 
     # ------------------------------------------------------------------ the loop
 
@@ -128,6 +141,10 @@ class Trainer:
             except Interrupted:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
+            except (RuntimeError, OSError) as error:
+                if self.updating:
+                    raise
+                raise RunFailed(f"{error}\nSaved {self._save()}: mend it, and go on with --resume") from error
         save_adapter(self.model, self.output_dir / "adapter")
         write_completions_parquet(self.output_dir)
 
@@ -141,7 +158,7 @@ class Trainer:
             groups, stats = collect_groups(
                 self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
             )
-        except Interrupted:
+        except BaseException:
             self.stream.position, self.stream.num_too_long = before
             raise
         rollout_seconds = time.monotonic() - started
@@ -153,8 +170,10 @@ class Trainer:
         )
         batch = TrainBatch.from_groups(groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions)
         update_started = time.monotonic()
+        self.updating = True
         metrics = self._update(batch, draw)
         self.step += 1
+        self.updating = False
 
         mismatch_kl = metrics.get("mismatch_kl", math.nan)
         metrics |= rollout_metrics(groups, stats, self.task)
@@ -287,9 +306,11 @@ class Trainer:
             self.display.warning(f"step {self.step + 1}: the gradient is not finite; this update is left out")
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped_updates == MAX_SKIPPED_UPDATES:
-            raise RuntimeError(
-                f"{MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite; the last good state is in "
-                f"{self.output_dir}/checkpoints. Try a lower optimizer.learning_rate or noise.sigma_start."
+            good = [str(path) for path in list_checkpoints(self.output_dir)[-1:]]
+            raise RunFailed(
+                f"{MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite. The last good state is "
+                f"{good[0] if good else 'the start: no checkpoint was due yet'}. "
+                "Try a lower optimizer.learning_rate or noise.sigma_start"
             )
         return rate, norm, taken
 
@@ -304,11 +325,13 @@ class Trainer:
         action = self.monitor.judge(mismatch_kl)
         if action == "none":
             return
+        checkpoints = list_checkpoints(self.output_dir)
+        target = checkpoints[-1].name if checkpoints else "no checkpoint, since there is none yet"
         what = {
             "warn": "see noise.on_divergence",
             "disable_noise": "noise is off from here on",
             "cut_lr": "the learning rate is halved",
-            "rollback": "adapters and optimizer go back to the newest checkpoint, noise is off from here on",
+            "rollback": f"adapters and optimizer go back to {target}, noise is off from here on",
         }[action]
         self.display.warning(
             f"step {self.step}: mismatch KL {mismatch_kl:.3g} is above noise.divergence_limit = "
@@ -316,7 +339,7 @@ class Trainer:
         )
         if action == "cut_lr":
             self.rate_scale /= 2
-        if action == "rollback" and (checkpoints := list_checkpoints(self.output_dir)):
+        if action == "rollback" and checkpoints:
             load_parameters(checkpoints[-1], self.model, self.optimizer)
 
     # ------------------------------------------------------------------ between steps
@@ -399,18 +422,43 @@ class Trainer:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def _make_output_dir(self) -> None:
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"output_dir: {self.output_dir} cannot be made ({error.strerror}): choose another"
+            ) from None
+
+    def _max_prompt_length(self) -> int:
+        """`task.max_prompt_length`, or less where the model's context leaves no room for a completion after it."""
+        wanted, new = self.config.task.max_prompt_length, self.config.rollout.max_completion_length
+        context = max_positions(self.model)
+        if context is None:
+            return wanted
+        room = context - new
+        if room < 1:
+            raise ValueError(
+                f"rollout.max_completion_length is {new}, and the model's context {context} tokens, prompt included: "
+                "lower it"
+            )
+        if room < wanted:
+            self.display.message(f"the model's context leaves {room} tokens for prompts: longer ones are left out")
+        return min(wanted, room)
+
     def _find_checkpoint(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; refuses what would overwrite a run or silently start anew."""
         checkpoints = list_checkpoints(self.output_dir)
         if not resume:
-            if (self.output_dir / "metrics.jsonl").exists():
+            if checkpoints or (self.output_dir / "metrics.jsonl").exists():
                 raise ValueError(
                     f"{self.output_dir} holds a run already: go on with it by --resume, or choose another output_dir"
                 )
             return None
         if not checkpoints:
-            if (self.output_dir / "metrics.jsonl").exists():
-                return None  # it was stopped before its first checkpoint: begin again from step 0, with the same keys
+            if started := read_run(self.output_dir):  # killed before its first checkpoint: begin again, as the same run
+                check_same_run(started, self.config, self.output_dir)
+                return None
             raise ValueError(f"{self.output_dir} holds no run to resume: leave --resume out, or check output_dir")
         check_same_run(read_state(checkpoints[-1]), self.config, checkpoints[-1])
         return checkpoints[-1]
