@@ -151,11 +151,7 @@ def test_a_judge_that_is_down_costs_nothing(unbroken, data, tmp_path):
     rewards.write_text(up + "def judge(completions, **kwargs):\n    raise ConnectionError('the judge is down')\n")
     options = (f'rewards.functions=["{rewards}:judge"]', "rewards.weights=[1.0]")
     output = finish(start(tmp_path / "run", data, *options), code=1)
-    assert (
-        "the judge is down" in output
-        and "--resume" in output
-        and "Traceback (most recent call last):\n  File" in output
-    )
+    assert "the judge is down" in output and "--resume" in output
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
     rewards.write_text(up)
     finish(start(tmp_path / "run", data, *options, "--resume"))
