@@ -59,8 +59,9 @@ class PromptStream:
             passed_over += 1
             if passed_over == min(1000, self.task.num_train_examples or 1000):
                 raise ValueError(
-                    f"{passed_over} prompts in a row are longer than the limit of {self.max_prompt_length} tokens (the "
-                    f"last one has {len(prompt_ids)}): raise task.max_prompt_length, or take a model with a longer context"
+                    f"{passed_over} prompts in a row are longer than the limit of {self.max_prompt_length} tokens "
+                    f"(the last one has {len(prompt_ids)}): raise task.max_prompt_length, or take a model with a "
+                    "longer context"
                 )
         return taken
 
