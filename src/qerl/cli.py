@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -54,7 +55,7 @@ def train(
     try:
         Trainer(settings, resume=resume, display=display).train()
     except Interrupted as stop:
-        print(f"{stop}\nGo on with the same command and --resume.")
+        print(f"{stop}\nGo on with: {shlex.join(['qerl', *sys.argv[1:], *([] if resume else ['--resume'])])}")
         raise typer.Exit(130) from None
     except RunFailed as failure:
         print(f"qerl: {failure}", file=sys.stderr)

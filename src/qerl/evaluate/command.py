@@ -132,9 +132,11 @@ def summarize(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def held_out(task: Task, limit: int | None) -> list[Example]:
-    """The problems to measure on: the first `limit`, or all; of endless ones as many as a training run takes."""
-    count = task.num_eval_examples if limit is None else limit
-    return task.eval_examples(EvalConfig().num_problems if count is None else count)
+    """The problems to measure on: all, or the first `limit`; of endless ones as many as a training run takes."""
+    there = task.num_eval_examples
+    if there is None:
+        return task.eval_examples(EvalConfig().num_problems if limit is None else limit)
+    return task.eval_examples(there if limit is None else min(limit, there))
 
 
 def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | None, file_name: str) -> Measured:

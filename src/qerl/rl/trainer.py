@@ -61,7 +61,7 @@ from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.tasks import load_task
 from qerl.tasks.rewards import RewardRunner
-from qerl.types import SamplingParams
+from qerl.types import Example, SamplingParams
 
 MAX_SKIPPED_UPDATES = 3  # non-finite gradients in a row before the run stops
 STEPS_BEFORE_WARNING = 5  # steps in a row in which no group's rewards differ
@@ -86,7 +86,7 @@ class Trainer:
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = load_task(config.task, config.seed)
         self.rewards = RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
-        self.eval_examples = self.task.eval_examples(config.eval.num_problems) if config.eval.num_problems else []
+        self.eval_examples = self._held_out_problems()
 
         base, self.tokenizer = load_model(config.model)
         self.model = attach_lora(base, config.lora, seed=config.seed)
@@ -348,12 +348,24 @@ class Trainer:
         """Evaluate where it is due, log, checkpoint."""
         every, last = self.config.eval.every, self.config.steps
         if self.eval_examples and (self.step in (0, last) or (every and self.step % every == 0)):
+            if self.step == 0:
+                self.display.message(f"measuring accuracy on {len(self.eval_examples)} held-out problems first")
             metrics = metrics | self._evaluate()
         self.log.write_metrics(metrics)
         self.display.step(metrics)
         self.pending = None
         if self.step == last or (self.step and self.step % self.config.save_every == 0):
             self._save()
+
+    def _held_out_problems(self) -> list[Example]:
+        """`eval.num_problems` of them, or all that the task has."""
+        wanted, there = self.config.eval.num_problems, self.task.num_eval_examples
+        if there is not None and there < wanted:
+            self.display.message(
+                f"the task has {there} held-out problems; eval.num_problems = {wanted} takes all of them"
+            )
+            wanted = there
+        return self.task.eval_examples(wanted) if wanted else []
 
     def _evaluate(self) -> dict[str, float]:
         config, started = self.config.eval, time.monotonic()
