@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 NoisePer = Literal["rollout", "prompt", "completion"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
@@ -24,12 +24,19 @@ Percent = Literal["ignore", "fraction"]
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+# What every reward function may be called with, beside the data's columns.
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names each place and its fix."""
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, assignments are validated, and no number is NaN or infinite."""
+    """Base of all sections: unknown keys are refused, assignments are validated, and no number is NaN or infinite.
+
+    Types are strict, `steps = true` is no number, but an integer stands for a float: `alpha = 32`.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -37,6 +44,7 @@ class Section(BaseModel):
         validate_assignment=True,
         validate_default=True,
         allow_inf_nan=False,
+        strict=True,
     )
 
 
@@ -60,6 +68,16 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
 
+    @model_validator(mode="after")
+    def _quantises_what_it_says(self) -> ModelConfig:
+        for key in ("keep", "scale"):
+            if self.format == "bf16" and getattr(self, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(
+                    f'model.{key} says how layers are quantised, and model.format = "bf16" quantises none: '
+                    "take one of them out"
+                )
+        return self
+
 
 class LoraConfig(Section):
     """The adapters: y = W x + scaling * B(A x)."""
@@ -81,9 +99,10 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _trains_something(self) -> LoraConfig:
-        if not self.target_modules and not self.train_norms:
+        if not self.target_modules:
             raise ValueError(
-                "nothing would be trained: name layers in lora.target_modules, or set lora.train_norms = true"
+                'lora.target_modules is empty: name at least one kind of layer, such as "q_proj"; norms are trained '
+                "beside adapters, not alone"
             )
         return self
 
@@ -112,8 +131,8 @@ class TaskConfig(Section):
     answer_column: str = "answer"
     """data: the column with the reference; every column is handed to reward functions."""
     grader: GraderName | None = None
-    """How an answer is compared; default: numeric for gsm8k and arithmetic, the library's own for reasoning_gym, else
-    math. none: data without references, paid by your own reward functions."""
+    """How an answer is compared, for tasks that read data; default: numeric for gsm8k, else math. none: data without
+    references, paid by your own reward functions. arithmetic and reasoning_gym have their own and refuse it."""
     percent: Percent = "ignore"
     """What a percent sign means in answers and references: "ignore" (50% is written for 50) or "fraction" (0.5)."""
     levels: list[int] = []
@@ -122,7 +141,7 @@ class TaskConfig(Section):
     """math: keep these subjects only."""
     sources: list[str] = []
     """bigmath: keep problems of these sources only."""
-    solve_rate: tuple[float, float] | None = None
+    solve_rate: Annotated[tuple[float, float], Strict(False)] | None = None
     """bigmath: keep problems whose solve rate lies in this range, both ends included; rows without one are dropped."""
     options: dict[str, Any] = {}
     """reasoning_gym: arguments of its generator, such as {min_animals = 3}."""
@@ -154,6 +173,16 @@ class RewardConfig(Section):
                 f"rewards.weights has {len(self.weights)} numbers for {len(self.functions)} functions: "
                 "give one weight a function"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_are_constants(self) -> RewardConfig:
+        for function, arguments in self.arguments.items():
+            if reserved := [name for name in REWARD_ARGUMENTS if name in arguments]:
+                raise ValueError(
+                    f"rewards.arguments.{function}: {reserved[0]!r} is what every reward function is given, and no "
+                    "constant: rename it"
+                )
         return self
 
 
@@ -191,8 +220,8 @@ class LossConfig(Section):
     """grpo: mean over each completion's tokens, then over completions; dapo: mean over all tokens;
     dr_grpo: sum over tokens / (completions * max length); gspo: sequence-level ratio; cispo: clipped weight on the
     log-probability."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """Lower clip: the ratio stays above 1 - epsilon."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip: the ratio stays above 1 - epsilon. cispo has no lower clip and does not use it."""
     epsilon_high: float = Field(default=0.28, gt=0)
     """Upper clip: the ratio stays below 1 + epsilon_high."""
     beta: float = Field(default=0.0, ge=0)
@@ -366,7 +395,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise ConfigError(f"no file {path}") from None
         except OSError as error:
@@ -397,7 +426,11 @@ def validate(data: dict[str, Any]) -> RunConfig:
 
 
 def _parse_value(text: str) -> Any:
-    """Return a TOML value, or the text itself where it is none: `q_proj`, or a date, as a folder may be called."""
+    """Return a TOML value, or the text itself where it is none: `q_proj`, or a date, as a folder may be called.
+
+    Python's True and False are taken for TOML's.
+    """
+    text = {"True": "true", "False": "false"}.get(text, text)
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:

@@ -172,6 +172,7 @@ OUT_OF_BOUNDS = [
     ("rollout.max_batch_size", 0),
     ("rollout.kv_cache_tokens", 63),
     ("loss.epsilon", 0.0),
+    ("loss.epsilon", 1.0),
     ("loss.epsilon_high", 0.0),
     ("loss.beta", -1e-3),
     ("loss.importance_sampling_cap", 0.0),
@@ -258,6 +259,33 @@ def test_a_wrong_choice_names_the_right_ones(override, choices):
         load_config(None, [override])
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=true",
+        "steps='3'",
+        "steps=2.0",
+        "lora.alpha=true",
+        "lora.alpha='32'",
+        "noise.enabled=1",
+        "noise.enabled='yes'",
+    ],
+)
+def test_no_type_stands_for_another(override):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(override.split('=')[0])}: Input should be a valid"):
+        load_config(None, [override])
+
+
+def test_integers_stand_for_floats():
+    config = load_config(None, ["lora.alpha=16", "task.solve_rate=[0, 1]", "rewards.weights=[1, 2]"])
+    assert (config.lora.alpha, config.task.solve_rate, config.rewards.weights) == (16.0, (0.0, 1.0), [1.0, 2.0])
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "run.toml").write_text("steps = 7\n", encoding="utf-8-sig")
+    assert load_config(tmp_path / "run.toml").steps == 7
+
+
 @pytest.mark.parametrize("override", ["steps=many", "steps=1.5", "lora.target_modules=q_proj", "task.path=3"])
 def test_a_wrong_type_is_refused(override):
     with pytest.raises(ConfigError, match=rf"^{re.escape(override.split('=')[0])}: Input should be a valid"):
@@ -274,7 +302,17 @@ def test_a_wrong_type_is_refused(override):
             ["rewards.functions=['m:f']", "rewards.weights=[1, 2]"],
             "rewards.weights has 2 numbers for 1 functions: give one weight a function",
         ),
-        (["lora.target_modules=[]"], "nothing would be trained: name layers in lora.target_modules"),
+        (["lora.target_modules=[]"], "lora.target_modules is empty: name at least one kind of layer"),
+        (["lora.target_modules=[]", "lora.train_norms=true"], "lora.target_modules is empty"),
+        (
+            ["model.format=bf16", "model.keep=['*.o_proj']"],
+            "model.keep says how layers are quantised, and model.format",
+        ),
+        (["model.format=bf16", "model.scale=amax"], "model.scale says how layers are quantised, and model.format"),
+        (
+            ["rewards.arguments.f={prompts = 1}"],
+            "rewards.arguments.f: 'prompts' is what every reward function is given",
+        ),
         (["noise.sigma_start=1e-4"], "noise.sigma_end (0.0005) is above noise.sigma_start (0.0001): swap them"),
         (["noise.sigma_end=0"], "an exponential schedule cannot reach or leave 0"),
         (
@@ -303,7 +341,8 @@ def test_settings_that_do_not_go_together_are_refused(overrides, message):
     "overrides",
     [
         ["rewards.weights=[0, 1]"],  # of the task's own functions: checked where the task is known
-        ["lora.target_modules=[]", "lora.train_norms=true"],
+        ["model.format=bf16", "model.scale=sweep"],
+        ["rewards.arguments.f={max_length = 1}"],
         ["noise.enabled=false", "noise.sigma_start=0"],
         ["noise.sigma_start=0", "noise.sigma_end=0"],
         ["noise.schedule=linear", "noise.sigma_end=0"],
