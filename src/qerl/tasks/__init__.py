@@ -30,7 +30,15 @@ TASKS = ("arithmetic", *LAYOUTS)
 
 # Settings of [task] that only some tasks read, and which; setting one for another task is an error.
 MATH_LIKE = ("math", "math500", "aime", "amc")
+TRAINING_LAYOUTS = tuple(name for name, layout in LAYOUTS.items() if not layout.evaluation_only)
 READ_BY = {
+    "path": tuple(LAYOUTS),
+    "subset": tuple(LAYOUTS),
+    "split": TRAINING_LAYOUTS,
+    "eval_path": tuple(LAYOUTS),
+    "eval_split": tuple(LAYOUTS),
+    "held_out_share": TRAINING_LAYOUTS,
+    "difficulty": ("arithmetic",),
     "levels": MATH_LIKE,
     "subjects": MATH_LIKE,
     "sources": ("bigmath",),
@@ -91,13 +99,14 @@ class Task(Protocol):
 
 def load_task(config: TaskConfig, seed: int) -> Task:
     """Build the configured task; `seed` orders generated training problems. ValueError names the fix."""
+    family = PREFIX if config.name.startswith(PREFIX) else config.name
+    if family not in (*TASKS, PREFIX):
+        raise ValueError(f"task.name: there is no task {config.name!r}; known are {', '.join(TASKS)}, {PREFIX}NAME")
     for key, names in READ_BY.items():
-        if getattr(config, key) != TaskConfig.model_fields[key].default and not config.name.startswith(names):
+        if getattr(config, key) != TaskConfig.model_fields[key].default and family not in names:
             raise ValueError(f"task.{key} is read by {', '.join(names)}, not by {config.name!r}: take it out")
     if config.name == "arithmetic":
         return ArithmeticTask(difficulty=config.difficulty, seed=seed, system_prompt=config.system_prompt)
     if config.name in LAYOUTS:
         return DataTask(config)
-    if config.name.startswith(PREFIX):
-        return ReasoningGymTask(config, seed=seed)
-    raise ValueError(f"task.name: there is no task {config.name!r}; known are {', '.join(TASKS)}, {PREFIX}NAME")
+    return ReasoningGymTask(config, seed=seed)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.config import GraderName, TaskConfig
+from qerl.config import REWARD_ARGUMENTS, GraderName, TaskConfig
 from qerl.tasks import numbers
 from qerl.tasks.graders import build_grader
 from qerl.tasks.prompts import build_prompt
@@ -35,7 +35,6 @@ from qerl.tasks.table import Row, Splits, open_table
 from qerl.types import Example
 
 HELD_OUT_SPLITS = ("test", "validation", "valid", "val", "dev")
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state")  # arguments of a reward function
 
 Prompt = str | list[dict[str, str]]
 
@@ -80,11 +79,12 @@ class DataTask:
         self._train, self._held_out = self._read(config)
         columns = {name: None for _, row in [*self._train, *self._held_out] for name in row}
         if grader != "none" and self.answer_column not in columns:
+            known = dict.fromkeys([config.prompt_column, *columns])
             raise ValueError(
-                f"task.answer_column: there is no column {self.answer_column!r}; there are {', '.join(columns)}. "
+                f"task.answer_column: there is no column {self.answer_column!r}; there are {', '.join(known)}. "
                 'Data without references need task.grader = "none" and your own rewards.functions'
             )
-        if clash := [name for name in RESERVED_COLUMNS if name in columns]:
+        if clash := [name for name in REWARD_ARGUMENTS if name in columns]:
             raise ValueError(f"the column {clash[0]!r} has the name of a reward function's own argument: rename it")
         self._blank: Row = columns
 
@@ -164,7 +164,7 @@ class DataTask:
                 continue
             except ValueError as error:
                 raise ValueError(f"{place}, {name}, row {number}: {error}") from None
-        if rows and not kept:
+        if not kept:
             raise ValueError(f"{place}, {name}: the filters of [task] keep none of its {len(rows)} problems")
         if len(kept) < len(rows):
             logger.info("%s, %s: %d of %d problems kept by the filters of [task]", place, name, len(kept), len(rows))
@@ -188,8 +188,22 @@ class DataTask:
 
 
 def _open(source: str, subset: str | None, key: str) -> Splits:
+    """The readers of a table, whose errors name the setting; an empty split is an error."""
+
+    def guarded(name: str, read: Callable[[], list[Row]]) -> Callable[[], list[Row]]:
+        def rows() -> list[Row]:
+            try:
+                found = read()
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+            if not found:
+                raise ValueError(f"{key}: {source}, {name} is empty: it has no row")
+            return found
+
+        return rows
+
     try:
-        return open_table(source, subset)
+        return {name: guarded(name, read) for name, read in open_table(source, subset).items()}
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 

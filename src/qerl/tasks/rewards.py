@@ -23,8 +23,9 @@ where nothing bounds its time; the log says it.
 
 What can go wrong, and what then happens (`RewardRunner`):
 * A value None, NaN, infinite or no number: the completion has no value from that function. It is never scored 0.
-* The function raises, or returns no list of the right length, or takes longer than `rewards.timeout_s`: no completion
-  of the batch has a value from it. Python cannot end a thread: a plain function that hangs is left behind, and goes on.
+* The function raises (SystemExit too; KeyboardInterrupt ends the run), or returns no list of the right length, or takes
+  longer than `rewards.timeout_s`: no completion of the batch has a value from it. Python cannot end a thread: a plain
+  function that hangs is left behind, and goes on.
 Both are counted (`failed`) and logged with an example. A completion without a value from any function has reward NaN,
 which the advantage leaves out of its group. A function of which no completion of a batch has a value through such
 errors, in MAX_FAILED_BATCHES batches in a row, stops the run; so do as many batches without any reward at all.
@@ -53,7 +54,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qerl.config import RewardConfig
+from qerl.config import REWARD_ARGUMENTS, RewardConfig
 from qerl.tasks.reward_functions import (
     completion_text,
     correctness_by,
@@ -214,7 +215,10 @@ class RewardRunner:
             values = list(returned)
             if len(values) != len(texts):
                 raise ValueError(f"it returned {len(values)} values for {len(texts)} completions")
-        except Exception as error:  # whatever a user's code raises is counted, and stops the run only when it persists
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's code raises is counted, and stops the run only when it persists
             self._batch_failed(spec.name, error, f"whose first completion is {_shorten(texts[0])}" if texts else "")
             return [math.nan] * len(texts)
 
@@ -258,7 +262,7 @@ class RewardRunner:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="asynchronous rewards", daemon=True).start()
         coroutine: Any = spec.function(**self._arguments(spec, arguments))
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, self.timeout_s), self._loop)
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(_contained(coroutine), self.timeout_s), self._loop)
 
     def _await(self, pending: Future[Any]) -> Any:
         """Wait for an asynchronous function; it is cancelled at its time-out, and a loop that it blocks is given up."""
@@ -276,7 +280,7 @@ class RewardRunner:
         given = {name: value for name, value in arguments.items() if wanted is None or name in wanted}
         return given | dict(spec.arguments)
 
-    def _batch_failed(self, name: str, error: Exception, where: str) -> None:
+    def _batch_failed(self, name: str, error: BaseException, where: str) -> None:
         self._failed_batches[name] += 1
         message = f"reward {name} failed for a whole batch {where}: {type(error).__name__}: {error}"
         if self._failed_batches[name] == MAX_FAILED_BATCHES:
@@ -322,7 +326,10 @@ def load_reward(place: str) -> Callable[..., Any]:
         raise ValueError(f"reward {place!r} is not of the form module:function or file.py:function")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # the file is a user's: whatever importing it raises is told with the place
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the file is a user's: whatever importing it raises is told with the place
         hint = "" if where.endswith(".py") else "; a function in a file is named path/to/file.py:function"
         raise ValueError(f"reward {place!r} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     function = getattr(module, name, None)
@@ -357,7 +364,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | None:
     """Return the names that a function takes, None for all; ValueError when it needs one that nobody has."""
-    known = {"prompts", "completions", "completion_ids", "trainer_state", *columns, *spec.arguments}
+    known = {*REWARD_ARGUMENTS, *columns, *spec.arguments}
     parameters = inspect.signature(spec.function).parameters.values()
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -383,6 +390,14 @@ def _wanted_arguments(spec: RewardSpec, columns: Collection[str]) -> set[str] | 
 def _is_asynchronous(function: Callable[..., Any]) -> bool:
     """Whether a function, or an object's `__call__`, is `async def`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Await a function; its SystemExit would end the event loop with whatever else runs on it."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"it raised SystemExit({error})") from error
 
 
 def _fulfil(result: Future[Any], call: Callable[[], Any]) -> None:

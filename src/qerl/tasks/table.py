@@ -98,7 +98,10 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # comes with `datasets`
 
-    return pyarrow.parquet.read_table(path).to_pylist()
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no readable Parquet file: {error}") from None
 
 
 def _read_csv(path: Path) -> list[Row]:

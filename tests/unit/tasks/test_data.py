@@ -313,13 +313,30 @@ def test_every_example_has_all_columns(tmp_path):
 
 def test_columns_that_are_missing_or_in_the_way(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"prompt": "p", "gold": "1"}])
-    with pytest.raises(ValueError, match=r"task\.answer_column: there is no column 'answer'; there are gold\."):
+    with pytest.raises(ValueError, match=r"task\.answer_column: there is no column 'answer'; there are prompt, gold\."):
         load("data", eval_path=path)
+    alone = write(tmp_path / "alone.jsonl", [{"prompt": "p"}])
+    with pytest.raises(ValueError, match=r"there is no column 'answer'; there are prompt\. Data without references"):
+        load("data", eval_path=alone)
     with pytest.raises(ValueError, match=r"task\.prompt_column: there is no 'ask', found prompt, gold"):
         load("data", eval_path=path, prompt_column="ask")
     path = write(tmp_path / "e.jsonl", [{"prompt": "p", "answer": "1", "completions": 1}])
     with pytest.raises(ValueError, match="column 'completions' has the name of a reward function's own argument"):
         load("data", eval_path=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.parquet", b"PAR1 but no more", r"^task\.path: .*d\.parquet is no readable Parquet file: "),
+        ("d.jsonl", b"", r"^task\.path: .*d\.jsonl, d is empty: it has no row"),
+        ("d.csv", b"prompt,answer\n", r"^task\.path: .*d\.csv, d is empty: it has no row"),
+    ],
+)
+def test_damaged_and_empty_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load("data", tmp_path / name)
 
 
 def test_data_without_references(tmp_path):

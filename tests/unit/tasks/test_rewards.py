@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -304,6 +305,27 @@ def test_an_interrupt_is_not_swallowed():
 
     with pytest.raises(KeyboardInterrupt):
         score(runner(reward), ["a"])
+
+
+def exits(completions, **kwargs):
+    sys.exit("no judge")
+
+
+async def exits_later(completions, **kwargs):
+    await asyncio.sleep(0)
+    sys.exit("no judge")
+
+
+@pytest.mark.parametrize("function", [exits, exits_later])
+def test_an_exit_is_counted_like_any_failure(function, caplog):
+    rewards = runner(function, constant(0.5))
+    for _ in range(2):  # the event loop lives on
+        scores = score(rewards, ["a", "b"])
+        assert scores.totals == [0.5, 0.5]
+        assert scores.failed == {function.__name__: 2, "reward": 0}
+    assert "no judge" in caplog.text
+    with pytest.raises(RuntimeError, match=f"reward {function.__name__} failed .* 3 batches in a row"):
+        score(rewards, ["a"])
 
 
 def test_names_must_differ_and_there_must_be_one():

@@ -29,9 +29,13 @@ def gsm8k_folder(tmp_path):
 NAMES = ("arithmetic", "gsm8k")
 
 
+def config_of(name, folder, **settings) -> TaskConfig:
+    return TaskConfig(name=name, path=str(folder) if name == "gsm8k" else None, **settings)
+
+
 @pytest.fixture(params=NAMES)
 def task(request, gsm8k_folder) -> Task:
-    return load_task(TaskConfig(name=request.param, path=str(gsm8k_folder)), seed=3)
+    return load_task(config_of(request.param, gsm8k_folder), seed=3)
 
 
 # ---------------------------------------------------------------- what every task promises
@@ -75,7 +79,7 @@ def test_the_reference_is_graded_right_and_another_number_wrong(task):
 def test_system_prompts_are_replaced(gsm8k_folder):
     for name in NAMES:
         for system, roles in (("Be brief.", ["system", "user"]), ("", ["user"])):
-            config = TaskConfig(name=name, path=str(gsm8k_folder), system_prompt=system)
+            config = config_of(name, gsm8k_folder, system_prompt=system)
             prompt = load_task(config, seed=0).train_example(0).prompt
             assert [message["role"] for message in prompt] == roles
             assert system in prompt[0]["content"]
@@ -84,7 +88,7 @@ def test_system_prompts_are_replaced(gsm8k_folder):
 @pytest.mark.parametrize(("name", "correctness"), [("arithmetic", 1.0), ("gsm8k", 2.0)])
 def test_reward_weights(gsm8k_folder, name, correctness):
     # GSM8K's are those of arXiv 2510.11696
-    task = load_task(TaskConfig(name=name, path=str(gsm8k_folder)), seed=0)
+    task = load_task(config_of(name, gsm8k_folder), seed=0)
     assert {s.name: s.weight for s in task.reward_functions} == {"format": 0.2, "correctness": correctness}
 
 
@@ -99,6 +103,16 @@ def test_an_unknown_task_names_the_known_ones():
         ({"levels": [3]}, "task.levels is read by math, math500, aime, amc, not by 'arithmetic': take it out"),
         ({"name": "gsm8k", "solve_rate": (0, 1)}, "task.solve_rate is read by bigmath, not by 'gsm8k'"),
         ({"grader": "math"}, "task.grader is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"path": "data.jsonl"}, "task.path is read by gsm8k, .*, data, not by 'arithmetic'"),
+        ({"subset": "main"}, "task.subset is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"split": "extra"}, "task.split is read by gsm8k, math, bigmath, data, not by 'arithmetic'"),
+        ({"eval_path": "data.jsonl"}, "task.eval_path is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"eval_split": "test"}, "task.eval_split is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"held_out_share": 0.2}, "task.held_out_share is read by gsm8k, .*, not by 'arithmetic'"),
+        ({"name": "math500", "split": "extra"}, "task.split is read by gsm8k, math, bigmath, data, not by 'math500'"),
+        ({"name": "gsm8k", "difficulty": 3}, "task.difficulty is read by arithmetic, not by 'gsm8k'"),
+        ({"name": "reasoning_gym:chain_sum", "path": "x"}, "task.path is .*, not by 'reasoning_gym:chain_sum'"),
+        ({"name": "math5000", "levels": [3]}, "there is no task 'math5000'"),
         ({"name": "math", "options": {"a": 1}}, "task.options is read by reasoning_gym:, not by 'math'"),
     ],
 )
