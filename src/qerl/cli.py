@@ -43,9 +43,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and the end alone.")] = False,
 ) -> None:
     """Train adapters by reinforcement learning."""
-    if config is not None and "=" in str(config):
-        config, overrides = None, [str(config), *(overrides or [])]
-    settings = load_config(config, overrides)
+    settings = _load(config, overrides)
     from qerl.display import Display
     from qerl.report.plot import plot_run
     from qerl.rl.trainer import Interrupted, RunFailed, Trainer
@@ -62,6 +60,18 @@ def train(
         raise typer.Exit(1) from None
     folder = settings.output_dir
     print(f"adapter: {folder}/adapter\nplot: {plot_run(Path(folder))}\na page with all of it: qerl report {folder}")
+
+
+def _load(path: Path | None, overrides: list[str] | None) -> RunConfig:
+    """The config of a file, or of the defaults where the first word is a setting already."""
+    if path is not None and "=" in str(path):
+        path, overrides = None, [str(path), *(overrides or [])]
+    return load_config(path, overrides)
+
+
+def _check_format(format: str) -> None:
+    if format not in ("nvfp4", "bf16"):
+        raise ValueError(f"--format {format}: choose nvfp4 or bf16")
 
 
 @app.command()
@@ -99,14 +109,15 @@ def generate(
     ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
     format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
-    samples: Annotated[int, typer.Option("-n", help="Completions of the prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    samples: Annotated[int, typer.Option("-n", min=1, help="Completions of the prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Key of the sampling.")] = 0,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Sample completions of a prompt."""
+    _check_format(format)
     from qerl.generate import Generator
 
     generator = Generator(ModelConfig.model_validate({"path": model, "format": format}), adapter)
@@ -116,13 +127,22 @@ def generate(
         for text in generator([*history, {"role": "user", "content": prompt}], seed=seed, **options):
             print(text)
         return
-    print("An empty line ends the chat.")
-    while line := input("> ").strip():
+    print("An empty line or Ctrl-D ends the chat.")
+    while line := _ask():
         history.append({"role": "user", "content": line})
         texts = generator(history, seed=seed, **options)
         print("\n\n".join(texts))
         history.append({"role": "assistant", "content": texts[0]})
         seed += 1
+
+
+def _ask() -> str:
+    """The next line of a chat; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()  # the shell's prompt begins a line
+        return ""
 
 
 @app.command("eval")
@@ -165,6 +185,12 @@ def evaluate(
 
     if model is not None and "=" in model:
         model, overrides = None, [model, *(overrides or [])]
+    _check_format(format)
+    if temperature == 0:
+        raise ValueError(
+            "--temperature 0: the sampled mode needs one above 0; leave it out and use --greedy (the default; "
+            "--samples 0 for greedy decoding alone)"
+        )
     if (model is None) == (from_parquet is None):
         raise ValueError("qerl eval needs a model's folder or --from-parquet FILE, and not both")
     options = {
@@ -247,7 +273,7 @@ def config(
     path: Annotated[Path | None, typer.Argument(help="A TOML file.")] = None, overrides: Overrides = None
 ) -> None:
     """Check a config and print it whole, defaults included, as JSON."""
-    settings: RunConfig = load_config(path, overrides)
+    settings = _load(path, overrides)
     print(settings.model_dump_json(indent=2))
 
 

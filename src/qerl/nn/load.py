@@ -108,10 +108,15 @@ def eos_token_ids(model: nn.Module) -> list[int]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1". ValueError without a GPU."""
+    """The device called "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:1". ValueError otherwise."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"model.device is {name!r}: use 'auto', 'cpu', 'cuda' or 'cuda:1'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {name}, but torch sees no CUDA GPU: use 'auto' or 'cpu'")
     return device

@@ -20,7 +20,7 @@ from qerl.formats.checkpoint import quantize_checkpoint
 from qerl.formats.nvfp4 import dequantize, quantize, shared_global_scale
 from qerl.nn.attention import ATTENTION, packed_forward
 from qerl.nn.linear import PackedLinear
-from qerl.nn.load import eos_token_ids, load_model
+from qerl.nn.load import eos_token_ids, load_model, resolve_device
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers, head
 
@@ -354,3 +354,10 @@ def test_a_model_without_linears_is_refused(tmp_path):
     folder = save_model(AutoModelForCausalLM.from_config(config), tmp_path)
     with pytest.raises(ValueError, match=r"no nn\.Linear"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["banana", "meta", "cuda:x", ""])
+def test_a_device_that_is_none_is_named(name):
+    with pytest.raises(ValueError, match=f"model.device is {name!r}: use 'auto', 'cpu', 'cuda' or 'cuda:1'"):
+        resolve_device(name)
+    assert resolve_device("cpu").type == "cpu"

@@ -1,0 +1,54 @@
+"""Arguments of the commands: what is refused before anything loads, and the end of a chat."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import app
+
+
+def qerl(*arguments: str, input: str | None = None):
+    # Wide, so that no message is broken.
+    return CliRunner().invoke(app, arguments, input=input, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-n", "0"],
+        ["--max-new-tokens", "0"],
+        ["--temperature", "-1"],
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments):
+    result = qerl("generate", "embedded", "1+1=?", *arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_format_that_is_none_is_refused_in_one_line(command):
+    result = qerl(command, "embedded", "--format", "int3")
+    assert str(result.exception) == "--format int3: choose nvfp4 or bf16"
+
+
+def test_greedy_decoding_is_no_temperature_of_an_evaluation():
+    error = qerl("eval", "embedded", "--temperature", "0").exception
+    assert isinstance(error, ValueError)
+    assert "leave it out and use --greedy" in str(error)
+
+
+def test_a_config_needs_no_file():
+    result = qerl("config", "steps=7", "lora.r=8")
+    assert result.exit_code == 0
+    settings = json.loads(result.output)
+    assert (settings["steps"], settings["lora"]["r"]) == (7, 8)
+
+
+def test_the_end_of_the_input_ends_a_chat():
+    result = qerl("generate", "embedded", "--max-new-tokens", "8", input="1+1=?\n")
+    assert (result.exit_code, result.exception) == (0, None)
+    assert result.output.startswith("An empty line or Ctrl-D ends the chat.")
