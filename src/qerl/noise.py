@@ -36,7 +36,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float32, Int64
@@ -114,6 +114,7 @@ class NoiseDraw:
 # ---------------------------------------------------------------------------------------------------------- application
 
 
+@runtime_checkable  # for the run-time type checks of the tests
 class NoiseSite(Protocol):
     """A norm that takes noise: `nn.RMSNorm`, or anything with the same two attributes."""
 
@@ -219,6 +220,7 @@ class Observation(NamedTuple):
     """Mean over groups of the standard deviation of a group's rewards."""
 
 
+@runtime_checkable
 class NoiseController(Protocol):
     """Says sigma of each rollout. Its state is part of a checkpoint."""
 
