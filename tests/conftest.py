@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `qerl` sets it, before torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `qerl` sets it, before torch is loaded
