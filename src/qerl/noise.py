@@ -156,10 +156,7 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
             f"noise: {place} has a pre_feedforward_layernorm, so its post_attention_layernorm is not the norm before "
             "gate and up; this architecture is not supported: set noise.enabled = false"
         )
-    norm: Any = getattr(layer, name, None)
-    if hasattr(norm, "modules_to_save"):  # PEFT's wrapper of a module that is trained and saved whole
-        clean = norm.disable_adapters or not norm.active_adapters
-        norm = norm.original_module if clean else norm.modules_to_save[norm.active_adapters[0]]
+    norm = running_norm(getattr(layer, name, None))
     if norm is None:
         raise ValueError(f"noise: {place} has no {name}; set noise.enabled = false to train this architecture")
     if not (hasattr(norm, "weight") and hasattr(norm, "noise")):
@@ -168,6 +165,17 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
             "qerl.nn.load_model, which puts qerl's RMSNorm in its place"
         )
     return norm
+
+
+def running_norm(norm: Any) -> Any:
+    """The norm that runs: the norm itself or, of one that PEFT trains and saves whole, the active copy in its wrapper.
+
+    The one rule for whoever reads or noises a norm, so that engine and trainer never mean different copies.
+    """
+    if not hasattr(norm, "modules_to_save"):
+        return norm
+    frozen = norm.disable_adapters or not norm.active_adapters
+    return norm.original_module if frozen else norm.modules_to_save[norm.active_adapters[0]]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from qerl.noise import ROLLOUT_STREAM, NoiseDraw
+from qerl.noise import ROLLOUT_STREAM, NoiseDraw, running_norm
 
 
 class Gains(NamedTuple):
@@ -84,7 +84,4 @@ def rms_norm(x: Float[Tensor, "*batch h"], gain: Float32[Tensor, "*rows h"], eps
 
 def _vector(module: Any) -> Float32[Tensor, " h"]:
     """A norm's weight; of one that PEFT trains, the copy that runs."""
-    if hasattr(module, "modules_to_save"):
-        frozen = module.disable_adapters or not module.active_adapters
-        module = module.original_module if frozen else module.modules_to_save[module.active_adapters[0]]
-    return module.weight.detach().float()
+    return running_norm(module).weight.detach().float()
