@@ -1,0 +1,288 @@
+"""CUDA C++ sources compiled when first needed, and launched at little cost. No GPU code of its own.
+
+    source.cu + defines + architecture -> NVRTC (through cuda.core) -> cubin, cached on disk -> Kernel.launch
+
+A source file is one family of kernels; a variant of it is a set of defines (`-D NAME=value`), so each variant compiles
+alone, when first asked for. Sources may include files of their own folder and of kernels/, and nothing else: NVRTC sees
+no CUDA headers, so that no toolkit has to be installed.
+
+Cache: `$QERL_CACHE_DIR`, else `$XDG_CACHE_HOME/qerl`, else `~/.cache/qerl`. An entry's name has a hash of all that its
+content depends on (source with includes, defines, options, architecture, NVRTC's version), so it is never stale; it is
+written to a temporary name and renamed, and ends with a checksum, so that a damaged one is compiled anew.
+
+Launch: on torch's current stream, through the driver's cuLaunchKernelEx with structures built once per kernel; a
+launch packs its arguments into them and makes one call. (cuda.core and cuda.bindings build Python objects for the
+settings and arguments of each launch, at several times the cost.) A graph capture takes it in like any of torch's
+kernels, and a kernel may be loaded while one runs.
+
+Who has no NVRTC gets `CompilerMissing`, which says what to install; the products catch it and go another way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+KERNELS = Path(__file__).parent
+_OPTIONS = {"std": "c++17"}
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_CHECKSUM = hashlib.sha256().digest_size
+_MISSING = "the CUDA kernels need NVRTC: pip install cuda-core 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
+
+
+class CompilerMissing(RuntimeError):
+    """NVRTC, or the Python packages that reach it, are not installed."""
+
+
+# --- source -> cubin -------------------------------------------------------------------------------------------------
+
+
+def compile(source: Path, defines: Mapping[str, int | str], arch: str) -> bytes:
+    """The cubin of one variant, from the cache or by NVRTC. Needs no GPU. `arch`: "sm_80", "sm_90a", ...
+
+    Raises CompilerMissing; RuntimeError with NVRTC's log where the source does not compile.
+    """
+    version = _nvrtc_version()
+    key = hashlib.sha256(repr((version, _OPTIONS, arch, sorted(defines.items()))).encode())
+    for text in _with_includes(source):
+        key.update(hashlib.sha256(text.encode()).digest())
+    entry = cache_folder() / "cubin" / f"{source.stem}-{arch}-{key.hexdigest()[:32]}"
+    cubin = _read(entry)
+    if cubin is None:
+        cubin = _compile(source, defines, arch)
+        _write(entry, cubin)
+    return cubin
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between processes."""
+    if own := os.environ.get("QERL_CACHE_DIR"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture to compile for: with the chip's own instructions (wgmma on sm_90a) where it has some."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def _nvrtc_version() -> tuple[int, int]:
+    try:
+        from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the packages are there, the library is not
+        raise CompilerMissing(_MISSING) from error
+    return major, minor
+
+
+def _compile(source: Path, defines: Mapping[str, int | str], arch: str) -> bytes:
+    try:
+        from cuda.core import Program, ProgramOptions  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+    except ImportError as error:
+        raise CompilerMissing(_MISSING) from error
+    options = ProgramOptions(
+        name=source.name,
+        arch=arch,
+        define_macro=[(name, str(value)) for name, value in defines.items()] or None,  # it refuses an empty list
+        include_path=_include_folders(source),
+        **_OPTIONS,
+    )
+    program = Program(source.read_text(), "c++", options)
+    try:
+        return bytes(program.compile("cubin").code)
+    except Exception as error:  # cuda.core names no public class; its text ends with NVRTC's log
+        raise RuntimeError(f"{source} does not compile for {arch} with {dict(defines)}:\n{error}") from error
+    finally:
+        program.close()
+
+
+def _include_folders(source: Path) -> list[str]:
+    return [str(source.parent), str(KERNELS)]
+
+
+def _with_includes(source: Path) -> Iterator[str]:
+    """The text of a source and of each file that it includes, in a fixed order."""
+    seen, waiting = {source}, [source]
+    while waiting:
+        text = waiting.pop(0).read_text()
+        yield text
+        for name in _INCLUDE.findall(text):
+            found = next((p for folder in _include_folders(source) if (p := Path(folder, name)).is_file()), None)
+            if found is not None and found not in seen:  # NVRTC names what it cannot find, better than we could here
+                seen.add(found)
+                waiting.append(found)
+
+
+def _read(entry: Path) -> bytes | None:
+    """A whole entry's content; None where there is none, or a damaged one."""
+    try:
+        data = entry.read_bytes()
+    except OSError:
+        return None
+    cubin, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
+    return cubin if hashlib.sha256(cubin).digest() == checksum else None
+
+
+def _write(entry: Path, cubin: bytes) -> None:
+    """Add an entry: other processes see all of it or nothing. A folder that cannot be written costs only time."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=entry.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(cubin + hashlib.sha256(cubin).digest())
+            os.replace(name, entry)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        logger.warning("compiled kernels are not kept for the next run: %s", error)
+
+
+# --- cubin -> launch -------------------------------------------------------------------------------------------------
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+_MAX_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+_CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes, count
+_ATTRIBUTE = struct.Struct("@I4x3I52x")  # CUlaunchAttribute: id, value (a union of 64 bytes)
+
+
+class Kernel:
+    """A loaded kernel of one device. Made by `kernel`; may be launched from any thread."""
+
+    def __init__(self, cubin: bytes, name: str, signature: str, device: torch.device, cluster: int) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._context, self._function = _load(cubin, name, self._device)
+        layout = struct.Struct("@" + signature)
+        self._values = ctypes.create_string_buffer(layout.size)
+        self._pack_values = layout.pack_into
+        first = ctypes.addressof(self._values)
+        # The driver takes a pointer to each argument; the first i + 1 of them end with argument i.
+        offsets = [struct.calcsize("@" + signature[: i + 1]) - struct.calcsize(c) for i, c in enumerate(signature)]
+        self._pointers = (ctypes.c_void_p * len(signature))(*(first + offset for offset in offsets))
+        attributes = b"" if cluster == 1 else _ATTRIBUTE.pack(_CLUSTER_DIMENSION, cluster, 1, 1)
+        self._always = len(attributes) // _ATTRIBUTE.size
+        attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0)  # the last: counted only on overlap
+        self._attributes = ctypes.create_string_buffer(attributes, len(attributes))
+        self._attributes_address = ctypes.addressof(self._attributes)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._call = _driver().cuLaunchKernelEx
+        self._lock = threading.Lock()  # the structures are shared by all launches
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        shared: int,
+        args: Sequence[int | float | Tensor],
+        *,
+        overlap: bool = False,
+    ) -> None:
+        """Start the kernel on torch's current stream of its device.
+
+        `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory each; `args` as the signature
+        says, a tensor standing for its address (the caller has checked device, dtype and strides, and keeps it alive
+        as for any of torch's kernels: the caching allocator does the rest). `overlap` lets it start before the
+        previous kernel of the stream has ended: the kernel itself must wait (griddepcontrol.wait) before it reads
+        what that one writes. RuntimeError with the driver's words.
+        """
+        index = self._device
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return self.launch(grid, block, shared, args, overlap=overlap)
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        count = self._always + overlap
+        with self._lock:
+            self._pack_values(self._values, 0, *values)
+            _CONFIG.pack_into(self._config, 0, *grid, block, 1, 1, shared, stream, self._attributes_address, count)
+            status = self._call(self._config, self._function, self._pointers, None)
+            if status == _INVALID_CONTEXT:  # a thread in which nothing has called CUDA so far
+                _check(_driver().cuCtxSetCurrent(self._context))
+                status = self._call(self._config, self._function, self._pointers, None)
+        _check(status)
+
+
+def kernel(
+    source: Path,
+    name: str,
+    defines: Mapping[str, int | str],
+    signature: str,
+    device: torch.device,
+    *,
+    cluster: int = 1,
+) -> Kernel:
+    """The kernel `name` (extern "C") of a variant, compiled if need be and loaded; once a process and device.
+
+    `signature` has a letter for each parameter, as in Python's struct: P pointer, i int, I unsigned, q long long, f
+    float, d double. `cluster`: blocks a cluster, along x. Errors as in `compile`. Hot paths keep the result.
+    """
+    return _kernel(source, name, tuple(sorted(defines.items())), signature, device, cluster)
+
+
+@cache
+def _kernel(
+    source: Path,
+    name: str,
+    defines: tuple[tuple[str, int | str], ...],
+    signature: str,
+    device: torch.device,
+    cluster: int,
+) -> Kernel:
+    return Kernel(compile(source, dict(defines), arch_of(device)), name, signature, device, cluster)
+
+
+def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """The device's primary context, which is torch's, and the function in it, free to use all shared memory."""
+    driver, by_reference = _driver(), ctypes.byref
+    context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    device, most, static, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int(_CAPTURE_RELAXED)
+    _check(driver.cuInit(0))
+    _check(driver.cuDeviceGet(by_reference(device), index))
+    _check(driver.cuDeviceGetAttribute(by_reference(most), _MAX_SHARED_OPTIN, device))
+    _check(driver.cuDevicePrimaryCtxRetain(by_reference(context), device))  # for the life of the process, as torch does
+    _check(driver.cuCtxPushCurrent_v2(context))
+    _check(driver.cuThreadExchangeStreamCaptureMode(by_reference(mode)))  # loading allocates: a capture would refuse it
+    try:
+        _check(driver.cuModuleLoadData(by_reference(module), cubin))
+        _check(driver.cuModuleGetFunction(by_reference(function), module, name.encode()))
+        _check(driver.cuFuncLoad(function))  # now, not at the first launch
+        _check(driver.cuFuncGetAttribute(by_reference(static), _STATIC_SHARED, function))
+        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, most.value - static.value))
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(by_reference(mode))
+        driver.cuCtxPopCurrent_v2(by_reference(ctypes.c_void_p()))
+    return context, function
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({status})")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
