@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
+from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
 from qerl.kernels.w4a16 import w4a16, w4a16_input_grad
 
@@ -80,6 +81,59 @@ def test_rows_with_scales_of_their_own(device):
     dense = exact(t).to(device)
     expected = x.double() @ dense.T + bias.double()
     assert_rounded_once(w4a16(x, weight, bias), expected, x.double().abs() @ dense.abs().T + bias.double().abs())
+
+
+def integers(*shape: int, seed: int) -> torch.Tensor:
+    """Whole numbers, so that float32 sums of products are exact in any order."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("scales", ["shared", "per part", "per row"])
+@pytest.mark.parametrize(
+    "rows, k, ranks", [((96,), 80, (8,)), ((128, 64, 64), 128, (16, None, 5)), ((16, 300), 48, (64, 1))]
+)
+def test_adapter(rows, k, ranks, scales, with_bias, dtype, device):
+    weight, dense = make(rows, k, device, scales == "shared")
+    if scales == "per row":
+        own = torch.linspace(0.5, 2, sum(rows)).split(rows)
+        parts = [quantize(draw(n, k, seed=n))._replace(global_scale=g) for n, g in zip(rows, own, strict=True)]
+        weight, dense = pack(parts), torch.cat([exact(t) for t in parts]).to(device)
+        weight.to_(device)
+    x = integers(2, 5, k, seed=1).to(device, dtype)
+    bias = draw(sum(rows), seed=2).to(device, dtype) if with_bias else None
+    entries = [
+        None if r is None else (integers(r, k, seed=r), draw(n, r, seed=n), 0.75 * (i + 1))
+        for i, (n, r) in enumerate(zip(rows, ranks, strict=True))
+    ]
+    y = w4a16(x, weight, bias, pack_adapter(weight, entries, dtype))
+
+    added = torch.zeros(2, 5, sum(rows), dtype=torch.float64, device=device)
+    rounded = False
+    for columns, entry in zip(added.split(rows, dim=-1), entries, strict=True):
+        if entry is not None:
+            a, b, scaling = entry
+            exact_u = scaling * (x.double() @ a.to(device).double().T)
+            u = exact_u.to(dtype).double()
+            rounded |= not torch.equal(u, exact_u)
+            columns += u @ b.to(device, dtype).double().T
+    assert rounded == (dtype == torch.bfloat16)  # so the test sees where u is rounded
+    added += 0 if bias is None else bias.double()
+    expected = x.double() @ dense.T + added
+    magnitude = x.double().abs() @ dense.abs().T + added.abs().amax()
+    if device == "cuda" and dtype == torch.bfloat16:
+        magnitude += 2.0**-9 / 2e-6 * added.abs()  # dense.py rounds bias + u B^T
+    assert_rounded_once(y, expected, magnitude)
+
+
+def test_an_adapter_of_another_weight_or_dtype_is_refused():
+    (weight, _), (other, _) = make((128, 64), 64, "cpu"), make((128,), 64, "cpu")
+    entry = (draw(4, 64), draw(128, 4), 1.0)
+    with pytest.raises(ValueError, match="not packed for this weight of 2 parts"):
+        w4a16(torch.zeros(3, 64), weight, None, pack_adapter(other, [entry], torch.float32))
+    with pytest.raises(ValueError, match=r"packed for torch\.bfloat16, the activations are torch\.float32"):
+        w4a16(torch.zeros(3, 64), other, None, pack_adapter(other, [entry]))
 
 
 def test_a_fused_product_is_its_parts_side_by_side(device):

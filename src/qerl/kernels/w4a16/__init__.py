@@ -1,10 +1,12 @@
-"""w4a16: the product of activations and a packed NVFP4 weight, and its gradient.
+"""w4a16: the product of activations and a packed 4-bit weight, with its LoRA adapter, and the gradient.
 
-    y[m, n]  = global_scale[n] * sum_k x[m, k] * (e2m1 * block_scale)[n, k] + bias[n]
+    y[m, n]  = global_scale[n] * sum_k x[m, k] * (e2m1 * block_scale)[n, k] + bias[n] + sum_r u[m, r] * B[n, r]
+    u[m, r]  = round(scaling * sum_k x[m, k] * A[r, k])                  A, B, scaling: those of the part that n is in
     dx[m, k] = sum_n dy[m, n] * global_scale[n] * (e2m1 * block_scale)[n, k]
 
 Numeric contract of every path: e2m1 * block_scale enters exactly; x and dy enter in their own dtype; sums are float32;
-the global scale and the bias are applied in float32 to the finished sum; the result is rounded once, to x's dtype.
+global scale, bias and adapter are applied in float32 to the finished sum; the result is rounded once, to x's dtype, as
+u is (dense.py says where cuBLAS cannot).
 
 Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + Nv], so callers split by true sizes
 ([p.rows for p in weight.parts]) and never see the tiles. K is the true K too.
@@ -22,25 +24,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qerl.kernels.adapter import PackedAdapter, pack_adapter
 from qerl.kernels.layout import PackedWeight, Part, pack, unpack
 from qerl.kernels.w4a16.dense import w4a16_dense, w4a16_input_grad_dense
 from qerl.kernels.w4a16.reference import w4a16_input_grad_reference, w4a16_reference
 
-__all__ = ["PackedWeight", "Part", "pack", "unpack", "w4a16", "w4a16_input_grad"]
+__all__ = ["PackedAdapter", "PackedWeight", "Part", "pack", "pack_adapter", "unpack", "w4a16", "w4a16_input_grad"]
 
 
 def w4a16(
-    x: Float[Tensor, "*batch k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None = None
+    x: Float[Tensor, "*batch k"],
+    weight: PackedWeight,
+    bias: Float[Tensor, " n"] | None = None,
+    adapter: PackedAdapter | None = None,
 ) -> Float[Tensor, "*batch n"]:
-    """x W^T + bias. ValueError where x's last dimension is not the weight's K, or x is on another device."""
+    """x W^T + bias + u B^T.
+
+    ValueError: x's last dimension is not the weight's K, x is on another device, or the adapter is another weight's or
+    of another dtype than x.
+    """
     n, k = weight.shape
     _check(x, k, weight)
+    if adapter is not None:
+        _check_adapter(adapter, x, weight)
     product = w4a16_dense if _dense(x) else w4a16_reference
-    return product(x.reshape(-1, k), weight, bias).view(*x.shape[:-1], n)
+    return product(x.reshape(-1, k), weight, bias, adapter).view(*x.shape[:-1], n)
 
 
 def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Float[Tensor, "*batch k"]:
-    """dy W, the gradient of `w4a16` with respect to x. ValueError as there, with N for K."""
+    """dy W, the gradient of `w4a16` (without an adapter) with respect to x. ValueError as there, with N for K."""
     n, k = weight.shape
     _check(dy, n, weight)
     product = w4a16_input_grad_dense if _dense(dy) else w4a16_input_grad_reference
@@ -58,3 +70,13 @@ def _check(x: Tensor, size: int, weight: PackedWeight) -> None:
         )
     if x.device != weight.device:
         raise ValueError(f"the tensor is on {x.device}, the weight on {weight.device}: move one of them")
+
+
+def _check_adapter(adapter: PackedAdapter, x: Tensor, weight: PackedWeight) -> None:
+    if len(adapter.a) != len(weight.parts) or (len(adapter.b), adapter.a.shape[2]) != weight.padded_shape:
+        raise ValueError(
+            f"an adapter with A {list(adapter.a.shape)} and B {list(adapter.b.shape)} was not packed for this weight "
+            f"of {len(weight.parts)} parts, {list(weight.padded_shape)} with padding"
+        )
+    if adapter.a.dtype != x.dtype:
+        raise ValueError(f"the adapter was packed for {adapter.a.dtype}, the activations are {x.dtype}: pack it anew")

@@ -4,6 +4,10 @@ The scratch matrix is e2m1 * block_scale, exact in bf16. One global scale for a 
 applies it, and the bias, to the float32 sum before the one rounding. Rows with scales of their own need an epilogue
 that cuBLAS lacks: their sums are written in float32 and finished by PyTorch.
 
+With an adapter, bias + u B^T comes first and is rounded to bf16 (cuBLAS takes no float32 addend); the large product is
+then added to it in float32, as the GEMM's beta, and rounded once. So an adapter costs one rounding of the smaller term
+beyond the contract.
+
 It costs 2.6 bytes of traffic a weight on top of the GEMM's own, so it is the path for a thousand tokens and more.
 cuBLAS may split K and add the splits in bf16 unless torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 is off.
@@ -15,24 +19,33 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
+from qerl.kernels.adapter import PackedAdapter
 from qerl.kernels.dequant import dequant
 from qerl.kernels.layout import PackedWeight
 
 
 def w4a16_dense(
-    x: BFloat16[Tensor, "m k"], weight: PackedWeight, bias: BFloat16[Tensor, " n"] | None
+    x: BFloat16[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: BFloat16[Tensor, " n"] | None = None,
+    adapter: PackedAdapter | None = None,
 ) -> BFloat16[Tensor, "m n"]:
-    """x W^T + bias on CUDA."""
+    """x W^T + bias + u B^T on CUDA."""
     n, k = weight.shape
-    dense = dequant(weight, torch.bfloat16)[:, :k]
     y = x.new_empty(x.shape[0], n)
+    if adapter is not None:
+        _write_bias_and_adapter(y, x, weight, bias, adapter)
+    dense = dequant(weight, torch.bfloat16)[:, :k]
     first = 0
     for start, rows, scale in weight.runs:
         w, out = dense[start : start + rows].T, y[:, first : first + rows]
         b = None if bias is None else bias[first : first + rows]
         if scale is None:
             sums = torch.mm(x, w, out_dtype=torch.float32) * weight.row_scale[first : first + rows]
-            out.copy_(sums if b is None else sums + b)
+            addend = b if adapter is None else out
+            out.copy_(sums if addend is None else sums + addend)
+        elif adapter is not None:
+            out.addmm_(x, w, alpha=scale)
         elif b is None:
             torch.addmm(out, x, w, beta=0, alpha=scale, out=out)
         elif out.is_contiguous():
@@ -52,3 +65,24 @@ def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) ->
         return torch.addmm(dy.new_empty(()), dy, dense, beta=0, alpha=scale)
     # K is summed over after the scale: it has to go into dy, which is rounded to bf16 once more.
     return (dy * weight.row_scale).to(dy.dtype) @ dense
+
+
+def _write_bias_and_adapter(
+    y: BFloat16[Tensor, "m n"],
+    x: BFloat16[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: BFloat16[Tensor, " n"] | None,
+    adapter: PackedAdapter,
+) -> None:
+    """y = bias + u B^T, u = scaling * (x A^T) for all parts in one product, scaled in float32 and rounded once."""
+    stacked = adapter.a.flatten(0, 1)[:, : weight.columns]
+    inner = torch.mm(x, stacked.T, out_dtype=torch.float32).unflatten(1, adapter.a.shape[:2])
+    u = (inner * adapter.scaling[:, None]).to(x.dtype)
+    first = 0
+    for i, (start, rows, _) in enumerate(weight.parts):
+        b, out = adapter.b[start : start + rows].T, y[:, first : first + rows]
+        if bias is None:
+            torch.mm(u[:, i], b, out=out)
+        else:
+            out.copy_(bias[first : first + rows]).addmm_(u[:, i], b)
+        first += rows

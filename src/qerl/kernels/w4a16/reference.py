@@ -9,19 +9,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qerl.kernels.adapter import PackedAdapter
 from qerl.kernels.dequant import dequant
 from qerl.kernels.layout import PackedWeight
 
 
 def w4a16_reference(
-    x: Float[Tensor, "m k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None
+    x: Float[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: Float[Tensor, " n"] | None = None,
+    adapter: PackedAdapter | None = None,
 ) -> Float[Tensor, "m n"]:
-    """x W^T + bias in float32, rounded once to x's dtype."""
+    """x W^T + bias + u B^T in float32, rounded once to x's dtype, as u is."""
     dense = dequant(weight, torch.float32)[:, : weight.columns]
     sums = [x.float() @ dense[start : start + rows].T for start, rows, _ in weight.runs]
     y = (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)).mul_(weight.row_scale)
     if bias is not None:
         y += bias
+    if adapter is not None:
+        columns = y.split([part.rows for part in weight.parts], dim=1)
+        for out, part, a, scaling in zip(columns, weight.parts, adapter.a, adapter.scaling, strict=True):
+            u = (scaling * (x.float() @ a[:, : weight.columns].float().T)).to(x.dtype)
+            out += u.float() @ adapter.b[part.start : part.start + part.rows].float().T
     return y.to(x.dtype)
 
 

@@ -1,0 +1,104 @@
+"""PackedAdapter: the LoRA factors of one fused product, side by side, as the kernels read them.
+
+    y_p += u_p B_p^T,   u_p = round(scaling_p * (x A_p^T))      p: a part of the product (q, k, v), with its own factors
+
+Contract: A is padded to the weight's padded K, B to its padded rows, so that a kernel's tiles of A, B and W have the
+same bounds; all ranks are padded to one multiple of 16, the k of one tensor core instruction. What pads is zero and
+adds nothing. Factors are rounded once, to the dtype of the activations (bf16 for the kernels). `update_` writes new
+values into the same memory: a CUDA graph that was captured with an adapter sees them. `scaling` is a tensor for the
+same reason: zero turns a part off.
+
+Called by the engine; kernels/w4a16 has the product. Leaves out gradients: trained factors go through nn/lora.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from qerl.kernels.layout import PackedWeight
+
+RANK_STEP = 16  # k of mma.m16n8k16 and of wgmma
+MAX_RANK = 64  # u and B's rows stay in registers and shared memory while a tile is finished
+
+Factors = tuple[Float[Tensor, "r k"], Float[Tensor, "n r"], float]
+"""A, B and the scaling (alpha / r) of one linear."""
+
+
+class PackedAdapter(NamedTuple):
+    """The adapter of a PackedWeight; made by `pack_adapter`."""
+
+    a: Float[Tensor, "parts r k"]
+    """k: the weight's padded K."""
+    b: Float[Tensor, "padded_rows r"]
+    """Rows as in the weight's tiles: each part starts on a multiple of 128."""
+    scaling: Float32[Tensor, " parts"]
+    """0 where a part has no adapter."""
+
+    @torch.no_grad()
+    def update_(self, weight: PackedWeight, factors: Sequence[Factors | None]) -> None:
+        """Take over new factors, in place. `weight` is the one that it was packed for.
+
+        ValueError: not one entry a part, shapes that are not the part's, or a rank beyond the one packed for.
+        """
+        _check(weight, factors)
+        rank, columns = self.a.shape[1], weight.columns
+        if (needed := _largest_rank(factors)) > rank:
+            raise ValueError(f"an adapter of rank {needed} does not fit into one packed for rank {rank}: pack it anew")
+        for i, (part, entry) in enumerate(zip(weight.parts, factors, strict=True)):
+            a, b = self.a[i], self.b[part.start : part.start + part.rows]
+            r = 0 if entry is None else entry[0].shape[0]
+            if entry is not None:
+                a[:r, :columns].copy_(entry[0])
+                b[:, :r].copy_(entry[1])
+            if r < rank:
+                a[r:].zero_()
+                b[:, r:].zero_()
+            self.scaling[i].fill_(0.0 if entry is None else entry[2])
+
+
+def pack_adapter(
+    weight: PackedWeight, factors: Sequence[Factors | None], dtype: torch.dtype = torch.bfloat16
+) -> PackedAdapter:
+    """Bring the factors of `weight`'s parts (None: a part without any) into one adapter on the weight's device.
+
+    ValueError: as `update_` says, no factors at all, or a rank above 64.
+    """
+    _check(weight, factors)
+    largest = _largest_rank(factors)
+    if largest == 0:
+        raise ValueError("no part has LoRA factors: leave the adapter out")
+    if largest > MAX_RANK:
+        raise ValueError(
+            f"LoRA rank {largest} is more than the {MAX_RANK} that the fused product takes: lower lora.r, "
+            "or apply the adapter beside the product"
+        )
+    rank = -(-largest // RANK_STEP) * RANK_STEP
+    rows, columns = weight.padded_shape
+    a = torch.zeros(len(weight.parts), rank, columns, dtype=dtype, device=weight.device)
+    b = torch.zeros(rows, rank, dtype=dtype, device=weight.device)
+    adapter = PackedAdapter(a, b, torch.zeros(len(weight.parts), device=weight.device))
+    adapter.update_(weight, factors)
+    return adapter
+
+
+def _largest_rank(factors: Sequence[Factors | None]) -> int:
+    return max((entry[0].shape[0] for entry in factors if entry is not None), default=0)
+
+
+def _check(weight: PackedWeight, factors: Sequence[Factors | None]) -> None:
+    if len(factors) != len(weight.parts):
+        raise ValueError(f"{len(factors)} LoRA entries for a product of {len(weight.parts)} parts: give one for each")
+    for i, (part, entry) in enumerate(zip(weight.parts, factors, strict=True)):
+        if entry is None:
+            continue
+        a, b, _ = entry
+        if a.shape != (b.shape[1], weight.columns) or b.shape[0] != part.rows:
+            raise ValueError(
+                f"part {i} of the product is [{part.rows}, {weight.columns}]; "
+                f"its LoRA factors A {list(a.shape)} and B {list(b.shape)} do not fit"
+            )
