@@ -83,7 +83,7 @@ def quantize(
     if global_scale is None:
         global_scale = shared_global_scale([weight], [name])
     else:
-        _amax([weight], [name])
+        finite_amax([weight], [name])
     codes = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, k // BLOCK, dtype=torch.uint8, device=weight.device)
     rows = max(1, _PIECE.get(weight.device.type, _PIECE["cpu"]) // max(k, 1))
@@ -107,7 +107,7 @@ def shared_global_scale(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence
     was read from a file or quantised while loading. `weights` may be a generator: one at a time is looked at.
     ValueError names the matrix that holds a NaN or an infinity.
     """
-    return global_scale_of(_amax(weights, names))
+    return global_scale_of(finite_amax(weights, names))
 
 
 def global_scale_of(amax: Float32[Tensor, ""]) -> Float32[Tensor, " 1"]:
@@ -134,6 +134,15 @@ def e2m1_codes(values: Float32[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
     return codes
 
 
+def finite_amax(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, ""]:
+    """The largest magnitude over all matrices; ValueError names one with a NaN or an infinity."""
+    each = [torch.stack(w.aminmax()).abs().amax().float() for w in weights]
+    for amax, name in zip(each, names, strict=True):
+        if not amax.isfinite():
+            raise ValueError(f"{name} contains {'NaN' if amax.isnan() else 'an infinity'}: a damaged checkpoint?")
+    return torch.stack(each).amax()
+
+
 def pack_nibbles(codes: UInt8[Tensor, "n k"]) -> UInt8[Tensor, "n k_half"]:
     """Two codes a byte, the even k in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
@@ -144,13 +153,20 @@ def unpack_nibbles(packed: UInt8[Tensor, "n k_half"]) -> UInt8[Tensor, "n k"]:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
-def _amax(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, ""]:
-    """The largest magnitude over all matrices; ValueError names one with a NaN or an infinity."""
-    each = [torch.stack(w.aminmax()).abs().amax().float() for w in weights]
-    for amax, name in zip(each, names, strict=True):
-        if not amax.isfinite():
-            raise ValueError(f"{name} contains {'NaN' if amax.isnan() else 'an infinity'}: a damaged checkpoint?")
-    return torch.stack(each).amax()
+def squared_error(y: Float32[Tensor, "n b block"]) -> Float32[Tensor, "n b"]:
+    """Sum over the block of (y - nearest E2M1 magnitude)^2, for y >= 0.
+
+    E2M1 has steps of 0.5 below 2, of 1 below 4 and of 2 up to 6: half of 2^floor(log2 y), y held within [1, 6]. Adding
+    and taking away 1.5 * 2^23 steps rounds to a multiple of a step. (A tie may round either way: same error.)
+    """
+    top = y.clamp(max=E2M1_MAX)
+    power = top.clamp(min=1.0).view(torch.int32) & 0x7F800000  # bits of 1, 2 or 4
+    shift = (power + ((22 << 23) | (1 << 22))).view(torch.float32)  # power * 2^22 * 1.5 = step * 2^23 * 1.5
+    error = top.add_(shift).sub_(shift).sub_(y).square_()
+    # Halves added by hand: a fixed order, so that every device chooses the same codes.
+    while (size := error.shape[2]) > 1:
+        error = error[..., : size // 2] + error[..., size // 2 :]
+    return error.squeeze(2)
 
 
 def _e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
@@ -174,24 +190,8 @@ def _best_scale_codes(
     for offset in _SWEEP:
         candidate = (start.int() + offset).clamp(1, E4M3_MAX_CODE).to(torch.uint8)
         value = _e4m3_values(candidate)
-        error = _squared_error(magnitudes / (value * global_scale).unsqueeze(2)) * value.square()
+        error = squared_error(magnitudes / (value * global_scale).unsqueeze(2)) * value.square()
         better = error < least
         best = torch.where(better, candidate, best)
         least = torch.where(better, error, least)
     return torch.where(start > 0, best, start)
-
-
-def _squared_error(y: Float32[Tensor, "n b 16"]) -> Float32[Tensor, "n b"]:
-    """Sum over the block of (y - nearest E2M1 magnitude)^2, for y >= 0.
-
-    E2M1 has steps of 0.5 below 2, of 1 below 4 and of 2 up to 6: half of 2^floor(log2 y), y held within [1, 6]. Adding
-    and taking away 1.5 * 2^23 steps rounds to a multiple of a step. (A tie may round either way: same error.)
-    """
-    top = y.clamp(max=E2M1_MAX)
-    power = top.clamp(min=1.0).view(torch.int32) & 0x7F800000  # bits of 1, 2 or 4
-    shift = (power + ((22 << 23) | (1 << 22))).view(torch.float32)  # power * 2^22 * 1.5 = step * 2^23 * 1.5
-    error = top.add_(shift).sub_(shift).sub_(y).square_()
-    # Halves added by hand: a fixed order, so that every device chooses the same codes.
-    for half in (8, 4, 2, 1):
-        error = error[..., :half] + error[..., half:]
-    return error.squeeze(2)
