@@ -3,10 +3,11 @@
     y_p += u_p B_p^T,   u_p = round(scaling_p * (x A_p^T))      p: a part of the product (q, k, v), with its own factors
 
 Contract: A is padded to the weight's padded K, B to its padded rows, so that a kernel's tiles of A, B and W have the
-same bounds; all ranks are padded to one multiple of 16, the k of one tensor core instruction. What pads is zero and
-adds nothing. Factors are rounded once, to the dtype of the activations (bf16 for the kernels). `update_` writes new
-values into the same memory: a CUDA graph that was captured with an adapter sees them. `scaling` is a tensor for the
-same reason: zero turns a part off.
+same bounds; all ranks are padded to one multiple of 32. B is kept in slices of 16 ranks, the k of one tensor core
+instruction, so that a tile's share of a slice is contiguous: one bulk copy. What pads is zero and adds nothing.
+Factors are rounded once, to the dtype of the activations (bf16 for the kernels). `update_` writes new values into the
+same memory: a CUDA graph that was captured with an adapter sees them. `scaling` is a tensor for the same reason: zero
+turns a part off.
 
 Called by the engine; kernels/w4a16 has the product. Leaves out gradients: trained factors go through nn/lora.py.
 """
@@ -20,9 +21,10 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from qerl.kernels.layout import PackedWeight
+from qerl.kernels.layout import PackedWeight, Part
 
-RANK_STEP = 16  # k of mma.m16n8k16 and of wgmma
+SLICE = 16  # k of mma.m16n8k16
+RANK_STEP = 2 * SLICE  # the Hopper kernel takes two slices a step
 MAX_RANK = 64  # u and B's rows stay in registers and shared memory while a tile is finished
 
 Factors = tuple[Float[Tensor, "r k"], Float[Tensor, "n r"], float]
@@ -34,10 +36,14 @@ class PackedAdapter(NamedTuple):
 
     a: Float[Tensor, "parts r k"]
     """k: the weight's padded K."""
-    b: Float[Tensor, "padded_rows r"]
-    """Rows as in the weight's tiles: each part starts on a multiple of 128."""
+    b: Float[Tensor, "slices padded_rows 16"]
+    """Slice i has the ranks 16 i .. 16 i + 15. Rows as in the weight's tiles: each part starts on a multiple of 128."""
     scaling: Float32[Tensor, " parts"]
     """0 where a part has no adapter."""
+
+    def part_b(self, part: Part) -> Float[Tensor, "n r"]:
+        """B of one of the weight's parts as a matrix, a copy."""
+        return self.b[:, part.start : part.start + part.rows].transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def update_(self, weight: PackedWeight, factors: Sequence[Factors | None]) -> None:
@@ -50,14 +56,15 @@ class PackedAdapter(NamedTuple):
         if (needed := _largest_rank(factors)) > rank:
             raise ValueError(f"an adapter of rank {needed} does not fit into one packed for rank {rank}: pack it anew")
         for i, (part, entry) in enumerate(zip(weight.parts, factors, strict=True)):
-            a, b = self.a[i], self.b[part.start : part.start + part.rows]
+            a, b = self.a[i], self.b[:, part.start : part.start + part.rows]
             r = 0 if entry is None else entry[0].shape[0]
             if entry is not None:
                 a[:r, :columns].copy_(entry[0])
-                b[:, :r].copy_(entry[1])
-            if r < rank:
-                a[r:].zero_()
-                b[:, r:].zero_()
+                padded = torch.nn.functional.pad(entry[1], (0, rank - r))
+                b.copy_(padded.unflatten(1, (-1, SLICE)).transpose(0, 1))
+            else:
+                b.zero_()
+            a[r:].zero_()
             self.scaling[i].fill_(0.0 if entry is None else entry[2])
 
 
@@ -80,7 +87,7 @@ def pack_adapter(
     rank = -(-largest // RANK_STEP) * RANK_STEP
     rows, columns = weight.padded_shape
     a = torch.zeros(len(weight.parts), rank, columns, dtype=dtype, device=weight.device)
-    b = torch.zeros(rows, rank, dtype=dtype, device=weight.device)
+    b = torch.zeros(rank // SLICE, rows, SLICE, dtype=dtype, device=weight.device)
     adapter = PackedAdapter(a, b, torch.zeros(len(weight.parts), device=weight.device))
     adapter.update_(weight, factors)
     return adapter

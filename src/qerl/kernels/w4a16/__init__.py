@@ -73,7 +73,7 @@ def _check(x: Tensor, size: int, weight: PackedWeight) -> None:
 
 
 def _check_adapter(adapter: PackedAdapter, x: Tensor, weight: PackedWeight) -> None:
-    if len(adapter.a) != len(weight.parts) or (len(adapter.b), adapter.a.shape[2]) != weight.padded_shape:
+    if len(adapter.a) != len(weight.parts) or (adapter.b.shape[1], adapter.a.shape[2]) != weight.padded_shape:
         raise ValueError(
             f"an adapter with A {list(adapter.a.shape)} and B {list(adapter.b.shape)} was not packed for this weight "
             f"of {len(weight.parts)} parts, {list(weight.padded_shape)} with padding"

@@ -79,8 +79,9 @@ def _write_bias_and_adapter(
     inner = torch.mm(x, stacked.T, out_dtype=torch.float32).unflatten(1, adapter.a.shape[:2])
     u = (inner * adapter.scaling[:, None]).to(x.dtype)
     first = 0
-    for i, (start, rows, _) in enumerate(weight.parts):
-        b, out = adapter.b[start : start + rows].T, y[:, first : first + rows]
+    for i, part in enumerate(weight.parts):
+        rows, b = part.rows, adapter.part_b(part).T
+        out = y[:, first : first + rows]
         if bias is None:
             torch.mm(u[:, i], b, out=out)
         else:

@@ -30,7 +30,7 @@ def w4a16_reference(
         columns = y.split([part.rows for part in weight.parts], dim=1)
         for out, part, a, scaling in zip(columns, weight.parts, adapter.a, adapter.scaling, strict=True):
             u = (scaling * (x.float() @ a[:, : weight.columns].float().T)).to(x.dtype)
-            out += u.float() @ adapter.b[part.start : part.start + part.rows].float().T
+            out += u.float() @ adapter.part_b(part).float().T
     return y.to(x.dtype)
 
 
