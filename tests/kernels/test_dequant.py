@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import qerl.kernels.dequant as op
+from qerl.formats.mxfp4 import MXFP4Tensor
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels.dequant import dequant
 from qerl.kernels.dequant.reference import dequant_reference
-from qerl.kernels.layout import PackedWeight, pack
+from qerl.kernels.layout import PackedWeight, ScaleFormat, pack
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -29,25 +30,33 @@ DEVICES = [
 ]
 
 
-def random_weight(*rows: int, k: int, device: str = "cpu") -> PackedWeight:
+def random_weight(*rows: int, k: int, device: str = "cpu", scale_format: ScaleFormat = "e4m3") -> PackedWeight:
     """Parts of any code and any finite scale."""
     generator = torch.Generator().manual_seed(0)
     parts = []
     for n in rows:
         packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
-        scale = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
-        parts.append(NVFP4Tensor(packed, scale, torch.tensor([0.5])))
+        if scale_format == "e4m3":
+            scale = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8, generator=generator)
+            parts.append(NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), torch.tensor([0.5])))
+        else:
+            scale = torch.randint(0, 255, (n, k // 32), dtype=torch.uint8, generator=generator)
+            parts.append(MXFP4Tensor(packed, scale))
     weight = pack(parts)
     weight.to_(device)
     return weight
 
 
-def every_product(device: str = "cpu") -> PackedWeight:
-    """Every code under every finite scale, in every position of its row's words."""
+def every_product(device: str = "cpu", scale_format: ScaleFormat = "e4m3") -> PackedWeight:
+    """Every code under every scale that is stored, in every position of its row's words."""
     codes = torch.stack([torch.arange(16).roll(shift) for shift in range(16)])  # [16 positions, 16 codes]
-    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).repeat(1, 127)  # [16, 127 blocks of 8 bytes]
-    scale = torch.arange(127, dtype=torch.uint8).repeat(16, 1).view(torch.float8_e4m3fn)
-    weight = pack([NVFP4Tensor(packed, scale, torch.ones(1))])
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).repeat(1, 127)  # [16, 127 groups of 8 bytes]
+    scale = torch.arange(127, dtype=torch.uint8).repeat(16, 1)
+    if scale_format == "e4m3":
+        weight = pack([NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), torch.ones(1))])
+    else:
+        twice = packed.unflatten(1, (127, 8)).repeat(1, 1, 2).flatten(1)  # [16, 127 blocks of 16 bytes]
+        weight = pack([MXFP4Tensor(twice, scale + 2)])
     weight.to_(device)
     return weight
 
@@ -63,24 +72,35 @@ def check(weight: PackedWeight, out: torch.Tensor) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows, k", [((128,), 64), ((256,), 192), ((130,), 80), ((64, 1, 200), 336)])
-def test_the_kernel_equals_the_reference(rows, k, device):
+@pytest.mark.parametrize(
+    "rows, k, scale_format",
+    [
+        ((128,), 64, "e4m3"),
+        ((256,), 192, "e4m3"),
+        ((130,), 80, "e4m3"),
+        ((64, 1, 200), 336, "e4m3"),
+        ((128,), 64, "e8m0"),
+        ((64, 1, 200), 352, "e8m0"),
+    ],
+)
+def test_the_kernel_equals_the_reference(rows, k, scale_format, device):
     from qerl.kernels.dequant.dequant import dequant_bf16
 
-    weight = random_weight(*rows, k=k, device=device)
+    weight = random_weight(*rows, k=k, device=device, scale_format=scale_format)
     out = torch.full(weight.padded_shape, torch.nan, dtype=torch.bfloat16, device=device)
-    dequant_bf16(weight.tiles, out)
+    dequant_bf16(weight.tiles, scale_format, out)
     check(weight, out)
 
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernel_has_every_product_exact(device):
+@pytest.mark.parametrize("scale_format", ["e4m3", "e8m0"])
+def test_the_kernel_has_every_product_exact(scale_format, device):
     from qerl.kernels.dequant.dequant import dequant_bf16
 
-    weight = every_product(device)
+    weight = every_product(device, scale_format)
     out = torch.empty(weight.padded_shape, dtype=torch.bfloat16, device=device)
-    dequant_bf16(weight.tiles, out)
+    dequant_bf16(weight.tiles, scale_format, out)
     check(weight, out)
 
 
@@ -91,7 +111,7 @@ def test_the_kernel_reads_a_view(device):
 
     part = random_weight(128, 256, k=128, device=device).part(1)
     out = torch.empty(part.padded_shape, dtype=torch.bfloat16, device=device)
-    dequant_bf16(part.tiles, out)
+    dequant_bf16(part.tiles, "e4m3", out)
     check(part, out)
 
 
@@ -101,18 +121,21 @@ def test_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter and kernel", __file__]
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "6 passed" in run.stdout, run.stdout
+    assert "9 passed" in run.stdout, run.stdout
 
 
-def test_the_look_up_has_every_product_exact():
-    check(every_product(), dequant(every_product(), torch.bfloat16))
+@pytest.mark.parametrize("scale_format", ["e4m3", "e8m0"])
+def test_the_look_up_has_every_product_exact(scale_format):
+    weight = every_product(scale_format=scale_format)
+    check(weight, dequant(weight, torch.bfloat16))
 
 
+@pytest.mark.parametrize("scale_format", ["e4m3", "e8m0"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_op_equals_the_reference(device):
+def test_the_op_equals_the_reference(device, scale_format):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    weight = random_weight(64, 1, 200, k=336, device=device)
+    weight = random_weight(64, 1, 200, k=352, device=device, scale_format=scale_format)
     check(weight, dequant(weight, torch.bfloat16))
 
 

@@ -1,9 +1,13 @@
 import itertools
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from qerl.formats.nvfp4 import E2M1_VALUES, NVFP4Tensor, dequantize, quantize, unpack_nibbles
+from qerl.formats import mxfp4
+from qerl.formats.mxfp4 import MXFP4Tensor
+from qerl.formats.nvfp4 import E2M1_VALUES, NVFP4Tensor, dequantize, pack_nibbles, quantize, unpack_nibbles
 from qerl.kernels import layout
 from qerl.kernels.layout import TILE_BYTES, pack, unpack
 
@@ -61,27 +65,53 @@ def test_tiles_are_as_described(n, k):
     assert torch.equal(pack([t]).tiles, slow_tiles(t))
 
 
-def test_every_bit_of_a_tile_is_some_code_or_scale():
-    """Each of a tile's 8192 codes and 512 scales, all ones, alone: together they cover every bit once."""
-    seen = torch.zeros(TILE_BYTES * 8, dtype=torch.int32)
-    zeros = NVFP4Tensor(
-        torch.zeros(128, 32, dtype=torch.uint8),
-        torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        torch.ones(1),
+def places_in_the_text() -> dict[tuple[int, int], int]:
+    """(code a, its bit 3 .. 0) -> bit of half a word, read off the table in layout.py's text."""
+    (row,) = re.findall(r"^ +((?:[sem][0-3] ){15}[sem][0-3])$", layout.__doc__, re.M)
+    places, bits_left = (
+        {},
+        {(a, kind): bits for a in range(4) for kind, bits in (("s", [3]), ("e", [2, 1]), ("m", [0]))},
     )
-    for row in range(128):
-        for nibble in (0x0F, 0xF0):
-            for byte in range(32):
-                packed = zeros.packed.clone()
-                packed[row, byte] = nibble
-                bits = pack([zeros._replace(packed=packed)]).tiles.flatten()
-                seen += (bits[:, None] >> torch.arange(8) & 1).flatten()
-        for block in range(4):
-            scale = zeros.block_scale.view(torch.uint8).clone()
-            scale[row, block] = 255
-            bits = pack([zeros._replace(block_scale=scale.view(torch.float8_e4m3fn))]).tiles.flatten()
-            seen += (bits[:, None] >> torch.arange(8) & 1).flatten()
-    assert torch.equal(seen, torch.ones_like(seen))
+    for place, (kind, a) in zip(range(15, -1, -1), row.split(), strict=True):
+        places[int(a), bits_left[int(a), kind].pop(0)] = place
+    return places
+
+
+def numbers_of_bits(numbers: torch.Tensor, tile_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Where `tile_of` puts each bit of its argument: bit p of the tile is the bit that `numbers` gives this number.
+
+    `numbers` [.., bits] numbers the argument's bits. The argument is filled with one binary digit of them at a time.
+    """
+    found = torch.zeros(TILE_BYTES * 8, dtype=torch.int64)
+    for digit in range(15):
+        filled = ((numbers >> digit & 1) << torch.arange(numbers.shape[-1])).sum(-1).to(torch.uint8)
+        found |= (tile_of(filled)[:, None] >> torch.arange(8) & 1).flatten().long() << digit
+    return found
+
+
+def test_every_bit_of_a_tile_is_where_the_text_says():
+    """All 128 x 64 codes, four bits each, and all 128 x 4 scales, eight bits each."""
+    places = places_in_the_text()
+    no_scale, no_code = torch.zeros(128, 4, dtype=torch.uint8), torch.zeros(128, 32, dtype=torch.uint8)
+
+    def tile(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return pack([NVFP4Tensor(packed, scale.view(torch.float8_e4m3fn), torch.ones(1))]).tiles.flatten()
+
+    expected = torch.zeros(TILE_BYTES * 8, dtype=torch.int64)
+    for row, column, bit in itertools.product(range(128), range(64), range(4)):
+        i, h, g = row // 16, row // 8 % 2, row % 8
+        t, w, j = column // 16, column // 4 % 4, column % 4
+        byte = 512 * i + 16 * (4 * g + t) + 4 * w
+        expected[8 * byte + 16 * (j % 2) + places[h + 2 * (j // 2), bit]] = (row * 64 + column) * 4 + bit
+    numbers = torch.arange(128 * 64 * 4).view(128, 64, 4)
+    assert torch.equal(numbers_of_bits(numbers, lambda codes: tile(pack_nibbles(codes), no_scale)), expected)
+
+    expected = torch.zeros(TILE_BYTES * 8, dtype=torch.int64)
+    for row, block, bit in itertools.product(range(128), range(4), range(8)):
+        byte = 4096 + 64 * (row // 16) + 2 * (4 * (row % 8) + block) + row // 8 % 2
+        expected[8 * byte + bit] = (row * 4 + block) * 8 + bit
+    numbers = torch.arange(128 * 4 * 8).view(128, 4, 8)
+    assert torch.equal(numbers_of_bits(numbers, lambda scale: tile(no_code, scale)), expected)
 
 
 def test_masked_codes_are_bf16_numbers():
@@ -208,3 +238,113 @@ def test_a_quantised_matrix_comes_back_through_both_ways():
     t = quantize(weight)
     dense, scale = pack([t]).dequantize()
     assert torch.equal(dense * scale[:, None], dequantize(t))
+
+
+# MXFP4
+
+
+def random_mxfp4(n: int, k: int, lowest: int, highest: int, seed: int = 0) -> MXFP4Tensor:
+    """Any code (no block of zeros), scales from `lowest` to `highest`, which occurs."""
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    packed[:, ::16] |= 1
+    scale = torch.randint(lowest, highest + 1, (n, k // 32), dtype=torch.uint8, generator=generator)
+    scale[-1, -1] = highest
+    return MXFP4Tensor(packed, scale)
+
+
+def same_mxfp4(a: MXFP4Tensor, b: MXFP4Tensor) -> bool:
+    return torch.equal(a.packed, b.packed) and torch.equal(a.block_scale, b.block_scale)
+
+
+def exact(t: MXFP4Tensor) -> torch.Tensor:
+    """The meaning of the bits, in float64."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[unpack_nibbles(t.packed).int()]
+    return values * torch.exp2(t.block_scale.double() - 127).repeat_interleave(32, dim=1)
+
+
+@pytest.mark.parametrize("n, k", [(128, 64), (256, 192), (130, 96), (1, 32), (300, 224)])
+@pytest.mark.parametrize("lowest, highest", [(100, 130), (0, 126), (128, 254), (0, 1), (0, 0), (254, 254)])
+def test_mxfp4_comes_back(n, k, lowest, highest):
+    t = random_mxfp4(n, k, lowest, highest)
+    weight = pack([t])
+    assert weight.scale_format == "e8m0" and same_mxfp4(unpack(weight), t)
+    dense, scale = weight.dequantize(torch.bfloat16)
+    assert torch.equal(dense.double() * scale.double()[:, None], exact(t))
+
+
+def test_mxfp4_codes_lie_as_nvfp4s_do_and_each_scale_twice():
+    t = random_mxfp4(130, 96, 120, 130)
+    stored = (t.block_scale + (254 - 130)).repeat_interleave(2, dim=1).view(torch.float8_e4m3fn)
+    assert torch.equal(pack([t]).tiles, slow_tiles(NVFP4Tensor(t.packed, stored, torch.ones(1))))
+
+
+@pytest.mark.parametrize("e_max", [0, 2, 3, 127, 254])
+def test_mxfp4_products_stay_normal_in_bf16_and_float32(e_max):
+    """As a kernel computes: masked code times shifted scale in bf16, then the global scale in float32."""
+    lowest = max(0, e_max - 126)
+    weight = pack([random_mxfp4(64, 64 * 16, lowest, e_max)])
+    stored = layout._scales(weight.tiles)[:64].int()
+    scale = (stored << 7).to(torch.int16).view(torch.bfloat16)
+    tiny = torch.finfo(torch.bfloat16).tiny  # the smallest normal number
+    smallest, largest = (torch.tensor(v * 2.0**-126, dtype=torch.bfloat16) * scale for v in (0.5, 6.0))
+    assert smallest.min() >= tiny and largest.isfinite().all()
+    assert weight.row_scale.min() >= torch.finfo(torch.float32).tiny and weight.row_scale.isfinite().all()
+    assert weight.epilogue_factor == 1
+    value = smallest.double() * weight.row_scale.double()[:, None]
+    exponents = unpack(weight).block_scale.double().repeat_interleave(2, dim=1)
+    assert torch.equal(value, 0.5 * torch.exp2(exponents - 127))
+
+
+def test_nvfp4_products_in_bf16_are_what_the_epilogue_factor_says():
+    """As a kernel computes: two steps that bring the scale up by 2^226, then masked code times scale."""
+    byte = torch.arange(127, dtype=torch.int16)
+    scale = (byte << 4).view(torch.bfloat16) * 2.0**120 * 2.0**106
+    product = torch.tensor(E2M1_VALUES).bfloat16()[:, None] * 2.0**-126 * scale
+    exact = torch.tensor(E2M1_VALUES)[:, None] * byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    assert torch.equal(product.float() * pack([random_tensor(16, 16)]).epilogue_factor, exact)
+
+
+def test_mxfp4_blocks_of_zeros_set_no_scale_and_come_back_with_byte_0():
+    t = random_mxfp4(16, 128, 110, 120)
+    t.packed[3, 16:32], t.block_scale[3, 1] = 0x80, 200  # codes 0 and -0 under a large scale
+    weight = pack([t])
+    assert weight.parts[0].global_scale == 2.0 ** (120 - 128)
+    assert torch.equal(weight.dequantize()[0][3, 32:64], torch.zeros(32))
+    t.block_scale[3, 1] = 0
+    assert same_mxfp4(unpack(weight), t)
+
+
+def test_mxfp4_blocks_far_below_the_largest_are_zeros():
+    t = random_mxfp4(16, 96, 200, 200)
+    t.block_scale[2] = torch.tensor([200 - 126, 200 - 127, 0])
+    weight = pack([t])
+    kept = exact(t)
+    kept[2, 32:] = 0
+    dense, scale = weight.dequantize(torch.bfloat16)
+    assert torch.equal(dense.double() * scale.double()[:, None], kept)
+    assert torch.equal(mxfp4.dequantize(unpack(weight)).double(), kept)
+
+
+def test_an_all_zero_mxfp4_matrix():
+    t = mxfp4.quantize(torch.zeros(16, 64))
+    weight = pack([t])
+    assert same_mxfp4(unpack(weight), t) and not weight.dequantize()[0].any() and weight.row_scale.isfinite().all()
+
+
+def test_mxfp4_parts_share_a_global_scale():
+    parts = [random_mxfp4(n, 64, low, low + 9, seed=n) for n, low in ((128, 100), (64, 120), (16, 90))]
+    weight = pack(parts)
+    assert [tuple(run) for run in weight.runs] == [(0, 192, 2.0), (256, 16, 2.0)]
+    assert torch.equal(unpack(weight).packed, torch.cat([t.packed for t in parts]))
+    for i, t in enumerate(parts):
+        assert same_mxfp4(unpack(weight.part(i)), t) and weight.part(i).scale_format == "e8m0"
+
+
+def test_mxfp4_nan_scales_and_mixed_formats_are_refused():
+    t = random_mxfp4(16, 64, 100, 110)
+    t.block_scale[3, 1] = 255
+    with pytest.raises(ValueError, match="part 1 of the product has a block scale of 255, which is NaN"):
+        pack([random_mxfp4(16, 64, 100, 110), t])
+    with pytest.raises(ValueError, match="same format, got NVFP4 and MXFP4"):
+        pack([random_tensor(16, 64), t])

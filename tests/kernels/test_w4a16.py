@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
@@ -134,6 +135,17 @@ def test_an_adapter_of_another_weight_or_dtype_is_refused():
         w4a16(torch.zeros(3, 64), weight, None, pack_adapter(other, [entry], torch.float32))
     with pytest.raises(ValueError, match=r"packed for torch\.bfloat16, the activations are torch\.float32"):
         w4a16(torch.zeros(3, 64), other, None, pack_adapter(other, [entry]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, k", [((96,), 96), ((128, 64, 16), 128)])
+def test_mxfp4(rows, k, dtype, device):
+    parts = [mxfp4.quantize(draw(n, k, seed=n) * 10.0**-i) for i, n in enumerate(rows)]
+    weight, dense = pack(parts), torch.cat([mxfp4.dequantize(t).double() for t in parts]).to(device)
+    weight.to_(device)
+    x, dy = draw(2, 5, k, seed=1).to(device, dtype), draw(2, 5, sum(rows), seed=2).to(device, dtype)
+    assert_rounded_once(w4a16(x, weight), x.double() @ dense.T, x.double().abs() @ dense.abs().T)
+    assert_rounded_once(w4a16_input_grad(dy, weight), dy.double() @ dense, dy.double().abs() @ dense.abs())
 
 
 def test_a_fused_product_is_its_parts_side_by_side(device):

@@ -1,6 +1,7 @@
-"""PackedWeight: NVFP4 codes in the order in which the kernels read them, and the way there and back.
+"""PackedWeight: NVFP4 or MXFP4 codes in the order in which the kernels read them, and the way there and back.
 
-    NVFP4Tensor per part -> pack -> PackedWeight (tiles, global scales) -> kernels; unpack and dequantize lead back
+    NVFP4Tensor or MXFP4Tensor per part -> pack -> PackedWeight (tiles, global scales) -> kernels
+    unpack and dequantize lead back
 
 A weight [N, K] is cut into tiles of 128 rows x 64 columns, 4608 contiguous bytes each, stored as
 uint8 [ceil(N/128), ceil(K/64), 4608]. The order within a tile is that of the A fragments of `mma m16n8k16` (and of
@@ -9,7 +10,7 @@ wgmma's register operand, which is the same warp by warp), so that a thread's 16
 lane = 4 g + t:
 
     codes    32-bit word at byte 512 i + 16 lane + 4 w: the eight codes (h, j), two rows x four columns
-    scales   E4M3 byte at 4096 + 64 i + 2 lane + h: the block of 16 columns that t names
+    scales   byte at 4096 + 64 i + 2 lane + h: that of the 16 columns that t names
 
 K is summed over, so its order is free: giving thread t of a quad the columns 16 t .. 16 t + 15 (not the instruction's
 own 2 t, 2 t + 1, 2 t + 8, 2 t + 9) leaves it one block scale a row. Within a word, columns of even j are in the lower
@@ -24,7 +25,24 @@ Shifted left by 3 a and masked with 0x81C0, codes 0, 1 and 2 are the bf16 number
 exponent bits at 8 and 7, one mantissa bit at 6); code 3 is put together from three masks. So a decode costs about two
 instructions a weight, the scale's multiplication included.
 
-Contract: K is a multiple of 16 (NVFP4's block); N and K that do not divide are padded with zero codes and zero scales.
+A scale byte b becomes a bf16 number by a shift too; `scale_format` says how, and what is left to the epilogue:
+
+    w = e2m1 * block_scale * global_scale,     y = epilogue_factor * global_scale * (sum of x * product)
+
+            block_scale    scale as bf16                 product with the code's bf16     epilogue_factor
+    e4m3    e4m3(b)        b << 4 = e4m3(b) * 2^-120,    e2m1 * block_scale * 2^-20       2^20
+                           times 2^226 in two steps
+    e8m0    2^(b - 253)    b << 7 = 2^(b - 127)          e2m1 * block_scale               1
+            (b = 0: 0)     (b = 0: 0)
+
+E4M3 bytes (NVFP4) are the format's own. E8M0 bytes (MXFP4, block 32: the byte is stored for both halves) are shifted so
+that every product is a normal bf16 number or zero: b = e + 254 - e_max, global_scale = 2^(e_max - 128), where e is the
+format's byte and e_max the largest e of a block with a code other than zero, over all parts (2 at least, so that the
+global scale is a normal float32). Then b = 254 at most, and 128 at least: smaller scales, more than 126 octaves below
+the largest, would leave bf16's normal range; such a block is stored as zeros, which changes no weight by more than
+2^-123 of the largest. So `unpack` is exact but for them and for the byte of blocks of zeros, which comes back as 0.
+
+Contract: K is a multiple of the block; N and K that do not divide are padded with zero codes and zero scales.
 A product of several linears (q, k, v; gate, up) is one PackedWeight of several parts, each padded to whole tiles, never
 interleaved: so a part is a view. All tensors are integers, so that no `.to(bfloat16)` can round a scale. Views share
 one storage, and moving any of them moves all. How a product is computed is said in kernels/w4a16.
@@ -35,17 +53,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Complex128, Float, Float32, Int16, Int32, Int64, UInt8
 from torch import Tensor
 
+from qerl.formats import mxfp4
+from qerl.formats.mxfp4 import MXFP4Tensor
 from qerl.formats.nvfp4 import BLOCK, E2M1_VALUES, NVFP4Tensor, unpack_nibbles
 
 TILE_ROWS, TILE_COLUMNS = 128, 64
 CODE_BYTES, SCALE_BYTES = 4096, 512
 TILE_BYTES = CODE_BYTES + SCALE_BYTES
+
+ScaleFormat = Literal["e4m3", "e8m0"]
+
+# E8M0 bytes as stored: that of the largest scale; the least whose products with e2m1 * 2^-126 are normal bf16 numbers
+# (0.5 * 2^-126 * 2); and the least e_max, for a global scale of 2^-126.
+_E8M0_TOP, _E8M0_LEAST, _MIN_E_MAX = 254, 128, 2
 
 # Bits (sign, exponent, exponent, mantissa) of code a within half a word.
 _BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
@@ -76,6 +102,7 @@ class _Storage:
 
     tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]
     global_scale: Int32[Tensor, " padded_rows"]
+    scale_format: ScaleFormat
 
 
 @dataclass(eq=False)
@@ -111,6 +138,16 @@ class PackedWeight:
     def global_scale(self) -> Int32[Tensor, " padded_rows"]:
         """The bits of the float32 scale of each row; 0 in the padding."""
         return self.storage.global_scale[self.first_row : self.first_row + self.padded_shape[0]]
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        """What the bytes of the block scales mean: "e4m3" of NVFP4, "e8m0" of MXFP4."""
+        return self.storage.scale_format
+
+    @property
+    def epilogue_factor(self) -> float:
+        """What the sums over a kernel's bf16 weights lack, beside the global scale; the module's text has it."""
+        return 2.0**20 if self.scale_format == "e4m3" else 1.0
 
     @property
     def row_scale(self) -> Float32[Tensor, " n"]:
@@ -150,23 +187,34 @@ class PackedWeight:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Float[Tensor, "n k"], Float32[Tensor, " n"]]:
-        """e2m1 * block_scale, exact in bf16, fp16 and fp32, and the row scales that it is still to be multiplied by.
+        """e2m1 * block_scale, exact in bf16 and fp32, and the row scales that it is still to be multiplied by.
 
-        PyTorch on any device, into new memory; the products use kernels/dequant, which has a buffer for it.
+        PyTorch on any device, into new memory; the products use kernels/dequant, which has a buffer for it. (In fp16
+        it is exact too, but for E8M0 scales more than 24 octaves below the largest.)
         """
         dense = torch.empty(self.padded_shape, dtype=dtype, device=self.device)
         decode(self, dense)
         return self.without_row_padding(dense)[:, : self.columns], self.row_scale
 
 
-def pack(parts: Sequence[NVFP4Tensor]) -> PackedWeight:
-    """Bring quantised matrices of the same K into the kernels' order, as one weight with a part for each."""
+def pack(parts: Sequence[NVFP4Tensor] | Sequence[MXFP4Tensor]) -> PackedWeight:
+    """Bring quantised matrices of the same K into the kernels' order, as one weight with a part for each.
+
+    ValueError: different K or formats, or an MXFP4 scale that is NaN.
+    """
+    if len({type(t) for t in parts}) > 1:
+        raise ValueError("parts of one product need the same format, got NVFP4 and MXFP4")
     columns = parts[0].packed.shape[1] * 2
     if any(t.packed.shape[1] * 2 != columns for t in parts):
         raise ValueError(f"parts of one product need the same K, got {[t.packed.shape[1] * 2 for t in parts]}")
+    if isinstance(parts[0], MXFP4Tensor):
+        rows, scale_format = _relative_e8m0([t for t in parts if isinstance(t, MXFP4Tensor)]), "e8m0"
+    else:
+        nvfp4 = [t for t in parts if isinstance(t, NVFP4Tensor)]
+        rows, scale_format = [_Rows(t.packed, t.block_scale.view(torch.uint8), t.global_scale) for t in nvfp4], "e4m3"
     placed: list[Part] = []
     start = 0
-    for t in parts:
+    for t in rows:
         n = t.packed.shape[0]
         scales = t.global_scale.unique()
         placed.append(Part(start, n, scales.item() if scales.numel() == 1 else None))
@@ -174,22 +222,27 @@ def pack(parts: Sequence[NVFP4Tensor]) -> PackedWeight:
     device = parts[0].packed.device
     tiles = torch.empty(start // TILE_ROWS, -(-columns // TILE_COLUMNS), TILE_BYTES, dtype=torch.uint8, device=device)
     global_scale = torch.zeros(start, dtype=torch.float32, device=device)
-    for t, (first, n, _) in zip(parts, placed, strict=True):
+    for t, (first, n, _) in zip(rows, placed, strict=True):
         _pack_part(t, tiles[first // TILE_ROWS : -(-(first + n) // TILE_ROWS)])
         global_scale[first : first + n] = t.global_scale
-    return PackedWeight(_Storage(tiles, global_scale.view(torch.int32)), columns, tuple(placed))
+    return PackedWeight(_Storage(tiles, global_scale.view(torch.int32), scale_format), columns, tuple(placed))
 
 
-def unpack(weight: PackedWeight) -> NVFP4Tensor:
-    """The inverse of `pack`, parts concatenated; global_scale is [1] where all rows share one."""
+def unpack(weight: PackedWeight) -> NVFP4Tensor | MXFP4Tensor:
+    """The inverse of `pack`, parts concatenated; an NVFP4 global_scale is [1] where all rows share one."""
     k = weight.columns
     codes = _quad_codes(weight.device).index_select(0, _quads(weight.tiles).flatten())
     packed = codes.view(torch.uint8).view(weight.padded_shape[0], -1)[:, : k // 2]
-    scales = _scales(weight.tiles)[:, : k // BLOCK].contiguous().view(torch.float8_e4m3fn)
+    packed = weight.without_row_padding(packed).contiguous()
+    scales = weight.without_row_padding(_scales(weight.tiles)[:, : k // BLOCK])
+    if weight.scale_format == "e8m0":
+        e_max = (weight.without_row_padding(weight.global_scale) >> 23) + 1  # a global scale is 2^(e_max - 128)
+        exponents = scales[:, ::2].int() + e_max.unsqueeze(1) - _E8M0_TOP
+        return MXFP4Tensor(packed, torch.where(scales[:, ::2] > 0, exponents, 0).to(torch.uint8))
     row_scale = weight.row_scale
     return NVFP4Tensor(
-        weight.without_row_padding(packed).contiguous(),
-        weight.without_row_padding(scales.view(torch.uint8)).view(torch.float8_e4m3fn),
+        packed,
+        scales.contiguous().view(torch.float8_e4m3fn),
         row_scale[:1].clone() if (row_scale == row_scale[0]).all() else row_scale.clone(),
     )
 
@@ -202,7 +255,7 @@ def decode(weight: PackedWeight, out: Float[Tensor, "padded_rows padded_columns"
     for first in range(0, n_tiles, step):
         tiles = weight.tiles[first : first + step]
         values = table.index_select(0, _quads(tiles).flatten()).view(torch.float32)
-        scales = _scales(tiles).view(torch.float8_e4m3fn).float()
+        scales = _scale_values(_scales(tiles), weight.scale_format)
         blocks = out[first * TILE_ROWS : (first + step) * TILE_ROWS].unflatten(1, (-1, BLOCK))
         torch.mul(values.view(blocks.shape), scales.unsqueeze(2), out=blocks)
 
@@ -211,7 +264,41 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _pack_part(t: NVFP4Tensor, tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> None:
+class _Rows(NamedTuple):
+    """A matrix in the file's order, with scale bytes as the tiles have them."""
+
+    packed: UInt8[Tensor, "n k_half"]
+    scales: UInt8[Tensor, "n k_sixteenth"]
+    global_scale: Float32[Tensor, " one_or_n"]
+
+
+def _relative_e8m0(parts: Sequence[MXFP4Tensor]) -> list[_Rows]:
+    """E8M0 scales relative to the largest that matters, which the global scale takes up."""
+    for i, t in enumerate(parts):
+        mxfp4.refuse_nan(t, f"part {i} of the product")
+    used = [((t.packed & 0x77) != 0).unflatten(1, (-1, mxfp4.BLOCK // 2)).any(2) for t in parts]  # 0x88: two times -0
+    largest = [torch.where(u, t.block_scale, 0).amax() for t, u in zip(parts, used, strict=True)]
+    e_max = max(_MIN_E_MAX, int(torch.stack(largest).amax()))
+    global_scale = torch.tensor([2.0 ** (e_max - 128)], device=parts[0].packed.device)
+    rows = []
+    for t, nonzero in zip(parts, used, strict=True):
+        stored = t.block_scale.int() + _E8M0_TOP - e_max
+        kept = nonzero & (stored >= _E8M0_LEAST)
+        codes = t.packed.unflatten(1, (-1, mxfp4.BLOCK // 2))
+        packed = torch.where((nonzero & ~kept).unsqueeze(2), 0, codes).flatten(1)
+        scales = torch.where(kept, stored, 0).to(torch.uint8)
+        rows.append(_Rows(packed, scales.repeat_interleave(mxfp4.BLOCK // BLOCK, dim=1), global_scale))
+    return rows
+
+
+def _scale_values(scales: UInt8[Tensor, "n b"], scale_format: ScaleFormat) -> Float32[Tensor, "n b"]:
+    """The block scales that the bytes stand for."""
+    if scale_format == "e4m3":
+        return scales.view(torch.float8_e4m3fn).float()
+    return ((scales.int() - 126).clamp(min=0) << 23).view(torch.float32)  # 2^(b - 253); 0 stays 0
+
+
+def _pack_part(t: _Rows, tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> None:
     """Write one matrix, padded with zeros, into its tiles."""
     n_tiles, k_tiles, _ = tiles.shape
     rows, columns = n_tiles * TILE_ROWS, k_tiles * TILE_COLUMNS
@@ -222,7 +309,7 @@ def _pack_part(t: NVFP4Tensor, tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]) -> 
         for pair in range(2):
             words |= table[h, pair][packed[:, :, h, ..., pair].int()]
     tiles[..., :CODE_BYTES] = words.permute(0, 3, 1, 2, 4, 5).flatten(2).view(torch.uint8)
-    scales = _padded(t.block_scale.view(torch.uint8), rows, columns // BLOCK).view(n_tiles, 8, 2, 8, k_tiles, 4)
+    scales = _padded(t.scales, rows, columns // BLOCK).view(n_tiles, 8, 2, 8, k_tiles, 4)
     tiles[..., CODE_BYTES:] = scales.permute(0, 4, 1, 3, 5, 2).flatten(2)  # n k (i g t h)
 
 

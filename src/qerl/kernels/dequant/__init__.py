@@ -1,6 +1,6 @@
 """dequant: packed tiles -> the dense matrix e2m1 * block_scale, in a scratch buffer that the next call overwrites.
 
-    out[n, k] = e2m1(code[n, k]) * block_scale[n, k / 16]
+    out[n, k] = e2m1(code[n, k]) * block_scale[n, k / 16]        block_scale: what layout.py says that the byte means
 
 Every product is exact in bf16 (six significant bits), so all implementations agree (but for the sign of zeros). The
 global scale is left out: rounding it into bf16 weights would lose that. Who multiplies by W or W^T applies it to the
@@ -34,7 +34,7 @@ def dequant(weight: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "padded_r
     if weight.device.type == "cuda" and dtype == torch.bfloat16:
         from qerl.kernels.dequant.dequant import dequant_bf16  # Triton is there where CUDA is
 
-        dequant_bf16(weight.tiles, out)
+        dequant_bf16(weight.tiles, weight.scale_format, out)
     else:
         decode(weight, out)
     return out

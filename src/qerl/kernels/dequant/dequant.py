@@ -4,13 +4,16 @@ A program holds its 1024 code words as [256 threads' lanes (i, g, t), 4 words w]
 consecutive columns (32 bytes) of row g and of row g + 8. Four lanes t make up the 128 bytes of a row's tile, so loads
 and stores are whole lines.
 
-Numbers are built as float32 bit patterns: a bf16 number is the upper half of one. A masked code is e2m1 * 2^-126, a
-scale byte shifted by 20 is e4m3 * 2^-120; both may be subnormal, and Triton does not flush float32 subnormals. The
-scale is brought to e4m3 * 2^118 first, the product to e2m1 * e4m3 last: nothing overflows or loses a bit. The result's
-lower 16 bits are zero, so cutting them off is exact.
+Numbers are built as float32 bit patterns: a bf16 number is the upper half of one. A masked code is e2m1 * 2^-126, an
+E4M3 byte shifted by 20 is e4m3 * 2^-120; both may be subnormal, and Triton does not flush float32 subnormals. The
+scale is brought to e4m3 * 2^118 first, the product to e2m1 * e4m3 last: nothing overflows or loses a bit. An E8M0 byte
+shifted by 23 is 2^(b - 127), and the product e2m1 * 2^(b - 253) is what is asked for. The result's lower 16 bits are
+zero, so cutting them off is exact.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -25,12 +28,15 @@ _TILE_BYTES, _CODE_BYTES = tl.constexpr(layout.TILE_BYTES), tl.constexpr(layout.
 
 
 def dequant_bf16(
-    tiles: UInt8[Tensor, "tiles_n tiles_k 4608"], out: BFloat16[Tensor, "padded_rows padded_columns"]
+    tiles: UInt8[Tensor, "tiles_n tiles_k 4608"],
+    scale_format: layout.ScaleFormat,
+    out: BFloat16[Tensor, "padded_rows padded_columns"],
 ) -> None:
     """Write e2m1 * block_scale of every tile to `out`. Both contiguous, on one CUDA device."""
     n_tiles, k_tiles, _ = tiles.shape
     with torch.cuda.device_of(tiles):
-        _dequant_kernel[(n_tiles * k_tiles,)](tiles.view(torch.int32), tiles, out.view(torch.int32), k_tiles)
+        e8m0: Any = scale_format == "e8m0"
+        _dequant_kernel[(n_tiles * k_tiles,)](tiles.view(torch.int32), tiles, out.view(torch.int32), k_tiles, e8m0)
 
 
 @triton.jit
@@ -42,15 +48,24 @@ def _code(words, a: tl.constexpr):
 
 
 @triton.jit
-def _scaled_pair(pair, scale):
-    """Two bf16 lanes times a scale: e2m1 * 2^-126 by e4m3 * 2^118, and back up by 2^8."""
-    low = (pair << 16).to(tl.float32, bitcast=True) * scale * 256.0
-    high = (pair & 0xFFFF0000).to(tl.float32, bitcast=True) * scale * 256.0
+def _scale(byte, E8M0: tl.constexpr):
+    """block_scale * 2^126, for E4M3 times another 2^-8: 448 * 2^126 would overflow."""
+    if E8M0:
+        return (byte << 23).to(tl.float32, bitcast=True)
+    return (byte << 20).to(tl.float32, bitcast=True) * 2.0**119 * 2.0**119
+
+
+@triton.jit
+def _scaled_pair(pair, scale, E8M0: tl.constexpr):
+    """Two bf16 lanes, e2m1 * 2^-126, times what `_scale` gave."""
+    up = 1.0 if E8M0 else 256.0
+    low = (pair << 16).to(tl.float32, bitcast=True) * scale * up
+    high = (pair & 0xFFFF0000).to(tl.float32, bitcast=True) * scale * up
     return (low.to(tl.uint32, bitcast=True) >> 16) | high.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _dequant_kernel(words_ptr, bytes_ptr, out_ptr, k_tiles):
+def _dequant_kernel(words_ptr, bytes_ptr, out_ptr, k_tiles, E8M0: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 256)  # 32 i + 4 g + t
     word = tl.arange(0, 4)
@@ -61,9 +76,9 @@ def _dequant_kernel(words_ptr, bytes_ptr, out_ptr, k_tiles):
     column = tile % k_tiles * (_TILE_COLUMNS // 2) + lane % 4 * 8
     for h in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         byte = tl.load(bytes_ptr + tile * _TILE_BYTES + _CODE_BYTES + lane * 2 + h).to(tl.uint32)
-        scale = (byte << 20).to(tl.float32, bitcast=True) * 2.0**119 * 2.0**119
-        first = _scaled_pair(_code(words, h), scale[:, None])
-        second = _scaled_pair(_code(words, h + 2), scale[:, None])
+        scale = _scale(byte, E8M0)[:, None]
+        first = _scaled_pair(_code(words, h), scale, E8M0)
+        second = _scaled_pair(_code(words, h + 2), scale, E8M0)
         eight = tl.interleave(first, second)  # [256, 8]: pairs of columns in order
         to = out_ptr + (row + 8 * h)[:, None] * pairs_of_row + column[:, None] + tl.arange(0, 8)[None, :]
         tl.store(to, eight.to(tl.int32, bitcast=True))
