@@ -112,6 +112,15 @@ class Qerl:
         return product
 
 
+class LoraWeight(NamedTuple):
+    """A packed weight with its packed adapter, and that adapter's factors as they came."""
+
+    packed: PackedWeight
+    adapter: PackedAdapter
+    factors: list[tuple[Tensor, Tensor, float]]
+    """A [r, K], B [N, r] and the scaling, 1, of each part."""
+
+
 class QerlLora:
     """This project's product with an adapter of its own for each part: y += (x A^T) B^T."""
 
@@ -127,20 +136,15 @@ class QerlLora:
         for part in weight.parts:
             a = torch.randn(LORA_RANK, k, device=weight.device) / k**0.5
             factors.append((a, torch.randn(part.rows, LORA_RANK, device=weight.device) * b_std, 1.0))
-        return _copied((weight, pack_adapter(weight, factors)), copies)
+        return [LoraWeight(*pair, factors) for pair in _copied((weight, pack_adapter(weight, factors)), copies)]
 
-    def multiply(self, x: Tensor, weight: tuple[PackedWeight, PackedAdapter], out: Tensor) -> Tensor:
-        return w4a16(x, weight[0], adapter=weight[1])
+    def multiply(self, x: Tensor, weight: LoraWeight, out: Tensor) -> Tensor:
+        return w4a16(x, weight.packed, adapter=weight.adapter)
 
-    def expected(self, product: Tensor, x: Tensor, weight: tuple[PackedWeight, PackedAdapter]) -> Tensor:
-        packed, adapter = weight
-        adapted = product.clone()
-        first = 0
-        for part, a, scaling in zip(packed.parts, adapter.a, adapter.scaling, strict=True):
-            b = adapter.b[part.start : part.start + part.rows].double()
-            adapted[:, first : first + part.rows] += scaling * (x.double() @ a[:, : x.shape[1]].double().T @ b.T)
-            first += part.rows
-        return adapted
+    def expected(self, product: Tensor, x: Tensor, weight: LoraWeight) -> Tensor:
+        # The packed factors are bf16; u is not rounded here.
+        pairs = [(a.bfloat16().double(), b.bfloat16().double()) for a, b, _ in weight.factors]
+        return product + torch.cat([x.double() @ a.T @ b.T for a, b in pairs], dim=1)
 
 
 class HummingWeight(NamedTuple):
