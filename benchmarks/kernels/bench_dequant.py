@@ -21,7 +21,7 @@ from typing import Any
 import harness
 import torch
 from bench_w4a16 import MODELS, Product
-from peers import Cublas, Qerl, dense, random_weights
+from peers import Cublas, Qerl, dense, random_parts
 from torch import Tensor
 
 from qerl.kernels.dequant import dequant
@@ -43,7 +43,7 @@ def copy_bandwidth(replays: int) -> float:
 def dequant_us(product: Product, replays: int) -> float:
     """Time of one matrix, its packed form not in any cache."""
     generator = torch.Generator("cuda").manual_seed(0)
-    parts = [random_weights(rows, product.columns, "nvfp4", generator) for rows in product.parts]
+    parts = random_parts(product.parts, product.columns, "nvfp4", generator)
     count = harness.copies_for(product.rows * product.columns * Qerl.bytes_a_weight)
     weights = Qerl().weights(parts, count) * harness.passes_for(count)
 
@@ -97,7 +97,7 @@ def bench_dequant(model: str, copy: float, replays: int) -> dict[str, Any]:
 
 def bench_launch(product: Product, m: int) -> dict[str, Any]:
     """Host cost of one shape, printed, and the record. Few tokens and a small matrix: the GPU keeps up."""
-    parts = [random_weights(rows, product.columns, "nvfp4", torch.Generator("cuda")) for rows in product.parts]
+    parts = random_parts(product.parts, product.columns, "nvfp4", torch.Generator("cuda"))
     x = torch.randn(m, product.columns, device="cuda").bfloat16()
     weight, transposed = Qerl().weights(parts, 1)[0], Cublas().weights(parts, 1)[0].T
     own, cublas = launch_us(lambda: w4a16(x, weight)), launch_us(lambda: torch.mm(x, transposed))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args
 
 import harness
 import torch
-from peers import Cublas, Format, Humming, Peer, Qerl, QerlLora, dense, random_weights
+from peers import Cublas, Format, Humming, Peer, Qerl, QerlLora, dense, random_parts
 from torch import Tensor
 
 _P = ParamSpec("_P")
@@ -115,7 +115,7 @@ class Case:
     ) -> None:
         """Random weights and `tokens` rows of x, where the generator is."""
         device = generator.device
-        parts = [random_weights(rows, product.columns, fmt, generator) for rows in product.parts]
+        parts = random_parts(product.parts, product.columns, fmt, generator)
         self.product = product
         self.x = torch.randn(tokens, product.columns, device=device, generator=generator).bfloat16()
         self.out = torch.empty(tokens, product.rows, dtype=torch.bfloat16, device=device)

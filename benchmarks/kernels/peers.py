@@ -32,7 +32,8 @@ from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels.w4a16 import PackedAdapter, PackedWeight, pack, pack_adapter, w4a16
 
 Format = Literal["nvfp4", "mxfp4"]
-Quantised = NVFP4Tensor | MXFP4Tensor
+Parts = Sequence[NVFP4Tensor] | Sequence[MXFP4Tensor]
+"""The quantised matrices of one fused product, which lie one under the other."""
 
 LORA_RANK = 32
 LORA_SHARE = 0.2  # standard deviation of the adapter's output over the product's
@@ -42,23 +43,24 @@ _E8M0_BYTES = (116, 122)  # 2^-11 .. 2^-5
 _GLOBAL_SCALE = 2.0**-8
 
 
-def random_weights(rows: int, columns: int, fmt: Format, generator: torch.Generator) -> Quantised:
-    """A matrix [rows, columns] of uniform codes and of scale bytes uniform in a range without NaN."""
+def random_parts(rows: Sequence[int], columns: int, fmt: Format, generator: torch.Generator) -> Parts:
+    """Matrices of so many rows each: uniform codes, scale bytes uniform in a range without NaN."""
     device = generator.device
 
-    def draw(n: int, first: int, last: int) -> Tensor:
-        return torch.randint(first, last + 1, (rows, n), dtype=torch.uint8, device=device, generator=generator)
+    def draw(n: int, k: int, first: int, last: int) -> Tensor:
+        return torch.randint(first, last + 1, (n, k), dtype=torch.uint8, device=device, generator=generator)
 
-    codes = draw(columns // 2, 0, 255)
+    codes = [draw(n, columns // 2, 0, 255) for n in rows]
     if fmt == "mxfp4":
-        return MXFP4Tensor(codes, draw(columns // mxfp4.BLOCK, *_E8M0_BYTES))
-    scales = draw(columns // nvfp4.BLOCK, *_E4M3_BYTES).view(torch.float8_e4m3fn)
-    return NVFP4Tensor(codes, scales, torch.full((1,), _GLOBAL_SCALE, device=device))
+        return [MXFP4Tensor(c, draw(len(c), columns // mxfp4.BLOCK, *_E8M0_BYTES)) for c in codes]
+    scales = [draw(len(c), columns // nvfp4.BLOCK, *_E4M3_BYTES).view(torch.float8_e4m3fn) for c in codes]
+    global_scale = torch.full((1,), _GLOBAL_SCALE, device=device)
+    return [NVFP4Tensor(c, s, global_scale) for c, s in zip(codes, scales, strict=True)]
 
 
-def dense(weight: Quantised) -> Float[Tensor, "n k"]:
+def dense(part: NVFP4Tensor | MXFP4Tensor) -> Float[Tensor, "n k"]:
     """The matrix in float32; bf16 would hold it too."""
-    return nvfp4.dequantize(weight) if isinstance(weight, NVFP4Tensor) else mxfp4.dequantize(weight)
+    return nvfp4.dequantize(part) if isinstance(part, NVFP4Tensor) else mxfp4.dequantize(part)
 
 
 class Peer(Protocol):
@@ -67,8 +69,8 @@ class Peer(Protocol):
     name: str
     bytes_a_weight: float
 
-    def weights(self, parts: Sequence[Quantised], copies: int) -> list[Any]:
-        """The fused product of `parts`, one under the other, `copies` times."""
+    def weights(self, parts: Parts, copies: int) -> list[Any]:
+        """The fused product of `parts`, `copies` times."""
         ...
 
     def multiply(self, x: BFloat16[Tensor, "m k"], weight: Any, out: BFloat16[Tensor, "m n"]) -> Tensor: ...
@@ -86,7 +88,7 @@ class Cublas:
     name = "cublas"
     bytes_a_weight = 2.0
 
-    def weights(self, parts: Sequence[Quantised], copies: int) -> list[BFloat16[Tensor, "n k"]]:
+    def weights(self, parts: Parts, copies: int) -> list[BFloat16[Tensor, "n k"]]:
         return _copied(torch.cat([dense(part).bfloat16() for part in parts]), copies)
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ class Qerl:
     name = "qerl"
     bytes_a_weight = 0.5625
 
-    def weights(self, parts: Sequence[Quantised], copies: int) -> list[Any]:
+    def weights(self, parts: Parts, copies: int) -> list[Any]:
         return _copied(pack(parts), copies)
 
     def multiply(self, x: Tensor, weight: PackedWeight, out: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class QerlLora:
     name = "qerl+lora"
     bytes_a_weight = 0.5625
 
-    def weights(self, parts: Sequence[Quantised], copies: int) -> list[Any]:
+    def weights(self, parts: Parts, copies: int) -> list[Any]:
         weight = pack(parts)
         k = weight.columns
         rms = float(dense(parts[0]).square().mean().sqrt())
@@ -136,7 +138,8 @@ class QerlLora:
         for part in weight.parts:
             a = torch.randn(LORA_RANK, k, device=weight.device) / k**0.5
             factors.append((a, torch.randn(part.rows, LORA_RANK, device=weight.device) * b_std, 1.0))
-        return [LoraWeight(*pair, factors) for pair in _copied((weight, pack_adapter(weight, factors)), copies)]
+        pairs = _copied((weight, pack_adapter(weight, factors)), copies)
+        return [LoraWeight(packed, adapter, factors) for packed, adapter in pairs]
 
     def multiply(self, x: Tensor, weight: LoraWeight, out: Tensor) -> Tensor:
         return w4a16(x, weight.packed, adapter=weight.adapter)
@@ -209,7 +212,7 @@ class Humming:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return problems + [problem for problem in pool.map(build, jobs) if problem]
 
-    def weights(self, parts: Sequence[Quantised], copies: int) -> list[HummingWeight]:
+    def weights(self, parts: Parts, copies: int) -> list[HummingWeight]:
         packed = torch.cat([part.packed for part in parts])
         scales = torch.cat([part.block_scale.view(torch.uint8) for part in parts])
         n, k = packed.shape[0], packed.shape[1] * 2

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
-import bench_w4a16 as bench
-import harness
-import peers
+import bench_w4a16 as bench  # pyright: ignore[reportMissingImports]
+import harness  # pyright: ignore[reportMissingImports]
+import peers  # pyright: ignore[reportMissingImports]
 
 SMALL = bench.Product("qkv", (128, 64, 64), 96)  # parts that do not fill a tile, K that does not either
 
@@ -122,7 +122,7 @@ def test_health_is_judged_by_the_farthest_time() -> None:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_bf16_holds_the_random_weights(fmt: peers.Format) -> None:
-    weights = peers.dense(peers.random_weights(64, 96, fmt, torch.Generator().manual_seed(0)))
+    weights = peers.dense(peers.random_parts([64], 96, fmt, torch.Generator().manual_seed(0))[0])
     assert torch.equal(weights, weights.bfloat16().float())
     assert weights.isfinite().all()
     assert weights.unique().numel() > 30
@@ -184,9 +184,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "COLD_BYTES", 3e4)
 
 
-def test_contenders_agree_and_the_wrong_are_not_timed(eager: None) -> None:
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_contenders_agree_and_the_wrong_are_not_timed(eager: None, fmt: peers.Format) -> None:
     contenders: list[peers.Peer] = [peers.Cublas(), peers.Qerl(), peers.QerlLora(), Half(), Broken(), Unready()]
-    case = bench.Case(SMALL, contenders, "nvfp4", 4, torch.Generator().manual_seed(0))
+    case = bench.Case(SMALL, contenders, fmt, 4, torch.Generator().manual_seed(0))
     results = {peer.name: case.measure(peer, 4, 1) for peer in contenders}
     for name in ("cublas", "qerl", "qerl+lora"):
         assert results[name].rel_err < bench.MAX_ERROR
@@ -206,7 +207,7 @@ def test_an_adapter_changes_the_expected_result(eager: None) -> None:
 
 
 def test_copies_share_no_memory() -> None:
-    parts = [peers.random_weights(128, 64, "nvfp4", torch.Generator().manual_seed(0)) for _ in range(2)]
+    parts = peers.random_parts([128, 128], 64, "nvfp4", torch.Generator().manual_seed(0))
     tiles = [weight.tiles for weight in peers.Qerl().weights(parts, 3)]
     assert len({t.data_ptr() for t in tiles}) == 3
     assert all(torch.equal(t, tiles[0]) for t in tiles)
