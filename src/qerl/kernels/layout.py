@@ -53,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Part(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Storage:
+class Storage:
     """What views share. A move replaces the tensors here, once."""
 
     tiles: UInt8[Tensor, "tiles_n tiles_k 4608"]
@@ -109,7 +110,7 @@ class _Storage:
 class PackedWeight:
     """A frozen weight [N, K] of one or more parts, or a view of some of them. Made by `pack`."""
 
-    storage: _Storage
+    storage: Storage
     columns: int
     """K, without padding."""
     parts: tuple[Part, ...]
@@ -212,20 +213,28 @@ def pack(parts: Sequence[NVFP4Tensor] | Sequence[MXFP4Tensor]) -> PackedWeight:
     else:
         nvfp4 = [t for t in parts if isinstance(t, NVFP4Tensor)]
         rows, scale_format = [_Rows(t.packed, t.block_scale.view(torch.uint8), t.global_scale) for t in nvfp4], "e4m3"
-    placed: list[Part] = []
-    start = 0
-    for t in rows:
-        n = t.packed.shape[0]
-        scales = t.global_scale.unique()
-        placed.append(Part(start, n, scales.item() if scales.numel() == 1 else None))
-        start += _round_up(n, TILE_ROWS)
+    sizes = [t.packed.shape[0] for t in rows]
+    *starts, end = _starts(sizes)
     device = parts[0].packed.device
-    tiles = torch.empty(start // TILE_ROWS, -(-columns // TILE_COLUMNS), TILE_BYTES, dtype=torch.uint8, device=device)
-    global_scale = torch.zeros(start, dtype=torch.float32, device=device)
-    for t, (first, n, _) in zip(rows, placed, strict=True):
-        _pack_part(t, tiles[first // TILE_ROWS : -(-(first + n) // TILE_ROWS)])
-        global_scale[first : first + n] = t.global_scale
-    return PackedWeight(_Storage(tiles, global_scale.view(torch.int32), scale_format), columns, tuple(placed))
+    tiles = torch.empty(end // TILE_ROWS, -(-columns // TILE_COLUMNS), TILE_BYTES, dtype=torch.uint8, device=device)
+    global_scale = torch.zeros(end, dtype=torch.float32, device=device)
+    for t, start, n in zip(rows, starts, sizes, strict=True):
+        _pack_part(t, tiles[start // TILE_ROWS : -(-(start + n) // TILE_ROWS)])
+        global_scale[start : start + n] = t.global_scale
+    return view(Storage(tiles, global_scale.view(torch.int32), scale_format), columns, sizes)
+
+
+def view(storage: Storage, columns: int, rows: Sequence[int], first_row: int = 0) -> PackedWeight:
+    """The parts of these sizes that lie one after another in a storage, from `first_row` on.
+
+    It looks at the scales, so it waits for the device.
+    """
+    scale = storage.global_scale[first_row:].view(torch.float32)
+    parts = []
+    for start, n in zip(_starts(rows), rows, strict=False):
+        values = scale[start : start + n].unique()
+        parts.append(Part(start, n, values.item() if values.numel() == 1 else None))
+    return PackedWeight(storage, columns, tuple(parts), first_row)
 
 
 def unpack(weight: PackedWeight) -> NVFP4Tensor | MXFP4Tensor:
@@ -258,6 +267,11 @@ def decode(weight: PackedWeight, out: Float[Tensor, "padded_rows padded_columns"
         scales = _scale_values(_scales(tiles), weight.scale_format)
         blocks = out[first * TILE_ROWS : (first + step) * TILE_ROWS].unflatten(1, (-1, BLOCK))
         torch.mul(values.view(blocks.shape), scales.unsqueeze(2), out=blocks)
+
+
+def _starts(rows: Sequence[int]) -> list[int]:
+    """Where parts of these sizes start, each on a tile, and where the last one's tiles end."""
+    return list(accumulate((_round_up(n, TILE_ROWS) for n in rows), initial=0))
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,7 +1,7 @@
-"""y = x W^T + b with a frozen W in NVFP4, and its gradient, without a dense W that outlives a product.
+"""y = x W^T + b with a frozen 4-bit W, and its gradient, without a dense W that outlives a product.
 
-    forward    y  = x W^T + b     kernels/w4a16: w4a16
-    backward   dx = dy W          kernels/w4a16: w4a16_input_grad, which dequantises the codes again
+    forward    y  = x W^T + b     kernels/w4a16: w4a16, from the codes for few tokens, else from a scratch copy
+    backward   dx = dy W          kernels/w4a16: w4a16_input_grad, which dequantises the codes into the scratch again
 
 W gets no gradient, so neither x nor a dense W is kept for the backward pass: all that autograd holds is a reference to
 the packed codes. Linears that read the same input (q, k, v; gate, up) are row views of one PackedWeight, so that the
@@ -9,7 +9,7 @@ engine can compute them as one product; moving one of them moves the storage und
 
 `weight` is the integer tiles: code that looks at `weight.device` works, and a blanket `.to(torch.bfloat16)` or
 `.half()`, which casts floating-point tensors only, leaves them exact. They are no parameter and in no state_dict:
-packed models are written by formats/checkpoint.py.
+packed models are written by formats/checkpoint.py. Under torch.compile and torch.export a product is one operator.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """input W^T + bias, in the input's dtype."""
+        if torch.compiler.is_compiling():
+            return w4a16(input, self.packed, self.bias)  # an operator, which has its own autograd formula
         return _PackedLinear.apply(input, self.packed, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
@@ -66,5 +68,5 @@ class _PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = w4a16_input_grad(grad, ctx.packed)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, None, grad_bias
