@@ -27,8 +27,8 @@ SLICE = 16  # k of mma.m16n8k16
 RANK_STEP = 2 * SLICE  # the Hopper kernel takes two slices a step
 MAX_RANK = 64  # u and B's rows stay in registers and shared memory while a tile is finished
 
-Factors = tuple[Float[Tensor, "r k"], Float[Tensor, "n r"], float]
-"""A, B and the scaling (alpha / r) of one linear."""
+Factors = tuple[Float[Tensor, "_ _"], Float[Tensor, "_ _"], float]
+"""A [r, K], B [N, r] and the scaling (alpha / r) of one linear; sizes differ from part to part."""
 
 
 class PackedAdapter(NamedTuple):

@@ -80,21 +80,22 @@ def compute(
     """`w4a16` without its checks: what the operator runs."""
     n, k = weight.shape
     flat = x.reshape(-1, k)
-    return _product(flat)(flat, weight, bias, adapter).view(*x.shape[:-1], n)
+    product = _product(x.device, x.dtype, flat.shape[0])
+    return product(flat, weight, bias, adapter).view(*x.shape[:-1], n)
 
 
 def compute_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Float[Tensor, "*batch k"]:
     """`w4a16_input_grad` without its checks: what the operator runs."""
     n, k = weight.shape
-    product = w4a16_input_grad_dense if _tensor_cores(dy) else w4a16_input_grad_reference
+    product = w4a16_input_grad_dense if _on_tensor_cores(dy.device, dy.dtype) else w4a16_input_grad_reference
     return product(dy.reshape(-1, n), weight).view(*dy.shape[:-1], k)
 
 
-def _product(x: Float[Tensor, "m k"]) -> Product:
-    """The path for these activations."""
-    if not _tensor_cores(x):
+def _product(device: torch.device, dtype: torch.dtype, tokens: int) -> Product:
+    """The path for activations of this kind."""
+    if not _on_tensor_cores(device, dtype):
         return w4a16_reference
-    fused = _fused(x.device) if x.shape[0] <= MAX_FUSED_TOKENS else None
+    fused = _fused(device) if tokens <= MAX_FUSED_TOKENS else None
     return fused or w4a16_dense
 
 
@@ -105,8 +106,8 @@ def _fused(device: torch.device) -> Product | None:
     return next((product for lowest, highest, product in _FUSED if lowest <= capability <= highest), None)
 
 
-def _tensor_cores(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and _has_bf16(x.device)
+def _on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype == torch.bfloat16 and _has_bf16(device)
 
 
 @cache
