@@ -1,7 +1,9 @@
 """The compiler and its cache on any machine; launches as the driver would see them, and on a GPU as they are."""
 
 import ctypes
+import io
 import os
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from qerl.kernels import nvrtc
+from qerl.kernels.w4a16 import portable
 
 pytest.importorskip("cuda.core")
 
@@ -153,6 +156,20 @@ def test_the_driver_reads_what_was_meant(monkeypatch, cluster, overlap):
         "function": 2,
         "args": [x.data_ptr(), -7, 0, 2.5, -(1 << 40)],
     } | ({"cluster": (2, 1, 1)} if cluster == 2 else {}) | ({"overlap": 1} if overlap else {})
+
+
+PORTABLE = [(portable.SOURCE, v.defines(f)) for v in portable.VARIANTS for f in ("e4m3", "e8m0")]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("source, defines", PORTABLE, ids=lambda v: getattr(v, "stem", None))
+def test_every_variant_compiles_and_keeps_its_registers(source, defines, arch):
+    """The assembler's own report: what a kernel spills it reads back from memory, in the inner loop."""
+    log = io.StringIO()
+    nvrtc._program(source, defines, arch, ptxas_options=["-v"]).compile("cubin", logs=log)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    assert len(frames) == source.read_text().count('extern "C" __global__')
+    assert all(frame == ("0", "0", "0") for frame in frames), log.getvalue()
 
 
 def gpu_kernel(source, value: int = 3):

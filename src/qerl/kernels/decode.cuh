@@ -14,25 +14,10 @@
 //
 // Included by every CUDA source; compiled by NVRTC without CUDA's headers. Define E8M0 as 1 for MXFP4, 0 for NVFP4.
 #pragma once
-
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
+#include "ptx.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, CODE_BYTES = 4096, TILE_BYTES = 4608;
 constexpr uint32_t IN_PLACE = 0x81C081C0;  // sign, two exponent bits and one mantissa bit of two bf16 numbers
-
-// Two bf16 products, subnormal numbers kept.
-__device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t product;
-#if __CUDA_ARCH__ >= 900
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));  // + (-0, -0): no change
-#endif
-    return product;
-}
 
 // The scales of rows g (low byte) and g + 8 (next byte), each in both halves of a register.
 __device__ __forceinline__ void decode_scales(uint32_t bytes, uint32_t& scale, uint32_t& scale_8) {
@@ -43,10 +28,7 @@ __device__ __forceinline__ void decode_scales(uint32_t bytes, uint32_t& scale, u
     constexpr uint32_t up = 0x78007800;  // 2^113
     pair = multiply(multiply(pair << 4, up), up);
 #endif
-    // As packs of halves, not byte permutations: so the assembler lets the multiplications choose the half themselves.
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
-        : "=r"(scale), "=r"(scale_8)
-        : "r"(pair));
+    spread_halves(pair, scale, scale_8);
 }
 
 // One word -> the A fragment of one k16 step.

@@ -51,7 +51,7 @@ one storage, and moving any of them moves all. How a product is computed is said
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -117,6 +117,7 @@ class PackedWeight:
     """The linears in it, in order; starts count from this view's own first row."""
     first_row: int = 0
     """Where this view begins in the storage."""
+    _tile_table: Int32[Tensor, "tiles_n 3"] | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,6 +160,21 @@ class PackedWeight:
     def device(self) -> torch.device:
         """Where the storage is."""
         return self.storage.tiles.device
+
+    @property
+    def tile_table(self) -> Int32[Tensor, "tiles_n 3"]:
+        """Of each row of tiles: its first column in a product's result, its rows without padding, its part.
+
+        On the weight's device; made when first asked for.
+        """
+        if self._tile_table is None or self._tile_table.device != self.device:
+            table, column = [], 0
+            for i, part in enumerate(self.parts):
+                for row in range(0, part.rows, TILE_ROWS):
+                    table.append((column + row, min(TILE_ROWS, part.rows - row), i))
+                column += part.rows
+            self._tile_table = torch.tensor(table, dtype=torch.int32, device=self.device)
+        return self._tile_table
 
     def part(self, index: int) -> PackedWeight:
         """A view of one part."""

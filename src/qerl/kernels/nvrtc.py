@@ -31,6 +31,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,17 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def _compile(source: Path, defines: Mapping[str, int | str], arch: str) -> bytes:
+    program = _program(source, defines, arch)
+    try:
+        return bytes(program.compile("cubin").code)
+    except Exception as error:  # cuda.core names no public class; its text ends with NVRTC's log
+        raise RuntimeError(f"{source} does not compile for {arch} with {dict(defines)}:\n{error}") from error
+    finally:
+        program.close()
+
+
+def _program(source: Path, defines: Mapping[str, int | str], arch: str, **more: Any) -> Any:
+    """cuda.core's Program; `more` options of it."""
     try:
         from cuda.core import Program, ProgramOptions  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError as error:
@@ -102,14 +114,9 @@ def _compile(source: Path, defines: Mapping[str, int | str], arch: str) -> bytes
         define_macro=[(name, str(value)) for name, value in defines.items()] or None,  # it refuses an empty list
         include_path=_include_folders(source),
         **_OPTIONS,
+        **more,
     )
-    program = Program(source.read_text(), "c++", options)
-    try:
-        return bytes(program.compile("cubin").code)
-    except Exception as error:  # cuda.core names no public class; its text ends with NVRTC's log
-        raise RuntimeError(f"{source} does not compile for {arch} with {dict(defines)}:\n{error}") from error
-    finally:
-        program.close()
+    return Program(source.read_text(), "c++", options)
 
 
 def _include_folders(source: Path) -> list[str]:
@@ -222,6 +229,18 @@ class Kernel:
                 _check(_driver().cuCtxSetCurrent(self._context))
                 status = self._call(self._config, self._function, self._pointers, None)
         _check(status)
+
+
+def capture_id(stream: int) -> int:
+    """The number of the graph capture that a stream (its handle) takes part in; unique in the process."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    by_reference = ctypes.byref
+    _check(
+        _driver().cuStreamGetCaptureInfo_v2(
+            ctypes.c_void_p(stream), by_reference(status), by_reference(number), None, None, None
+        )
+    )
+    return number.value
 
 
 def kernel(

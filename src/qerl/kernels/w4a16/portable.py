@@ -1,0 +1,167 @@
+"""w4a16 by mma.m16n8k16 on any CUDA chip from sm_80 on, for 1 to 1,024 tokens; portable.cu has the algorithm.
+
+    x [m, k] --(adapter: u = round(scaling * (x A^T)))--> portable.cu, with the packed weight --> y [m, n]
+
+A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. All of them fit any chip from sm_80 on: no
+registers are spilled, and a block has 24 KiB of shared memory at most. Instructions a weight (of a lane, in the inner
+loop, read from the machine code; 1.9 of them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
+
+Deterministic: blocks share the work as the shape and the number of multiprocessors say, and their sums are added in a
+fixed order. Called by w4a16's dispatcher; beyond 1,024 tokens dense.py is faster.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import BFloat16, Int32
+from torch import Tensor
+
+from qerl.kernels.adapter import SLICE, PackedAdapter
+from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
+from qerl.kernels.nvrtc import Kernel, capture_id, kernel
+
+SOURCE = Path(__file__).with_name("portable.cu")
+_WARPS_M = 4  # warps that share a tile's 128 rows
+_ADAPTER_THREADS = 256  # as in portable.cu
+
+
+# A letter for each parameter, in portable.cu's order.
+_SIGNATURES = {"w4a16": "PPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
+
+
+class Variant(NamedTuple):
+    """What portable.cu is compiled for; its text has the meaning of each."""
+
+    tokens: int
+    warps_k: int
+    depth: int
+    chunks: int
+    stages: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * _WARPS_M * self.warps_k
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the stages of x, or the sums of the warps that share rows, whichever is more."""
+        x = self.stages * self.chunks * self.warps_k * self.tokens * TILE_COLUMNS * 2 if self.tokens > 8 else 0
+        return max(x, (self.warps_k - 1) * TILE_ROWS * self.tokens * 4)
+
+    def defines(self, scale_format: ScaleFormat) -> dict[str, int]:
+        """Of portable.cu."""
+        return {name.upper(): value for name, value in self._asdict().items()} | {"E8M0": int(scale_format == "e8m0")}
+
+
+VARIANTS = (
+    Variant(tokens=8, warps_k=4, depth=4, chunks=1, stages=1, blocks=1),
+    Variant(tokens=16, warps_k=2, depth=2, chunks=2, stages=3, blocks=2),
+    Variant(tokens=32, warps_k=1, depth=2, chunks=2, stages=3, blocks=3),
+    Variant(tokens=64, warps_k=1, depth=2, chunks=1, stages=3, blocks=2),
+)
+
+
+def w4a16_portable(
+    x: BFloat16[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: BFloat16[Tensor, " n"] | None = None,
+    adapter: PackedAdapter | None = None,
+) -> BFloat16[Tensor, "m n"]:
+    """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
+    m, k = x.shape
+    n = weight.shape[0]
+    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    if m == 0:
+        return y
+    x = _aligned(x)
+    variant = next((v for v in VARIANTS if m <= v.tokens), VARIANTS[-1])
+    rows = weight.padded_shape[0]
+    tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
+    work = tiles_n * -(-m // variant.tokens) * -(-tiles_k // variant.warps_k)
+    blocks = min(work, variant.blocks * _multiprocessors(x.device))
+    partial = torch.empty(2 * blocks * variant.tokens * TILE_ROWS, dtype=torch.float32, device=x.device)
+    counters = _counters(x.device)
+    u, b, parts, rank = 0, 0, 0, 0
+    if adapter is not None:
+        u, b = _adapter_input(x, adapter, variant, counters), adapter.b
+        _, parts, rank = u.shape
+    # Addresses of this view in the storage: slicing tensors would cost more than the launch does.
+    tiles = weight.storage.tiles.data_ptr() + weight.first_row // TILE_ROWS * tiles_k * TILE_BYTES
+    global_scale = weight.storage.global_scale.data_ptr() + weight.first_row * 4
+    _kernel("w4a16", variant, weight.scale_format, x.device).launch(
+        (blocks, 1, 1),
+        variant.threads,
+        variant.shared_bytes,
+        (
+            tiles, global_scale, weight.tile_table, x, y, 0 if bias is None else bias.contiguous(), u, b,
+            partial, counters, m, k, n, tiles_n, parts, rank, weight.epilogue_factor,
+        ),
+        overlap=_has_overlap(x.device),
+    )  # fmt: skip
+    return y
+
+
+def _adapter_input(
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, variant: Variant, counters: Int32[Tensor, " blocks"]
+) -> BFloat16[Tensor, "m parts r"]:
+    """u = round(scaling * (x A^T)), all parts at once."""
+    m, k = x.shape
+    parts, rank, padded_k = adapter.a.shape
+    tiles = parts * rank // SLICE * -(-m // variant.tokens)
+    blocks = min(tiles * -(-padded_k // (_ADAPTER_THREADS // 32 * TILE_COLUMNS)), _multiprocessors(x.device))
+    u = torch.empty(m, parts, rank, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
+    _kernel("adapter_input", variant, "e4m3", x.device).launch(
+        (blocks, 1, 1),
+        _ADAPTER_THREADS,
+        _ADAPTER_THREADS * variant.tokens * 2,
+        (adapter.a, adapter.scaling, x, u, partial, counters, m, k, padded_k, parts, rank),
+        overlap=_has_overlap(x.device),
+    )
+    return u
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows next to each other, at an address for 16-byte loads (K is a multiple of 16)."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@cache
+def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torch.device) -> Kernel:
+    return kernel(SOURCE, name, variant.defines(scale_format), _SIGNATURES[name], device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _has_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_zeros: dict[tuple[torch.device, int, int], Int32[Tensor, " blocks"]] = {}
+
+
+def _counters(device: torch.device) -> Int32[Tensor, " blocks"]:
+    """Zeros that the kernel leaves zero, one for each block that any variant starts.
+
+    Products on one stream follow each other and share them; each stream has its own. So has each stream of each graph
+    capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
+    once for all its products. They stay for the life of the process, 2 KiB each.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = (device, stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
+    counters = _zeros.get(key)
+    if counters is None:
+        most = max(v.blocks for v in VARIANTS) * _multiprocessors(device)
+        counters = _zeros[key] = torch.zeros(most, dtype=torch.int32, device=device)
+    return counters
