@@ -2,8 +2,9 @@
 //
 // CUDA's names and the functions of kernels/ptx.cuh are defined here, for the CPU; then the source is included. The
 // threads of a block are fibers that give way at barriers and at mma, whose operands it collects from the 32 lanes by
-// the instruction's own definition (PTX ISA, mma.m16n8k16). Asynchronous copies arrive no earlier than they are waited
-// for. Shared memory starts as NaN. Blocks run one after another, in either order.
+// the instruction's own definition (PTX ISA, mma.m16n8k16). What may happen does: asynchronous copies arrive no earlier
+// than they are waited for, shared memory starts as NaN, one warp goes on only when no other can (block i: warp i), and
+// blocks run one after another in either order.
 //
 //     g++ -shared -fPIC -std=c++17 -DSOURCE='"portable.cu"' -I kernels -I kernels/w4a16 ... emulation.cpp
 #include <ucontext.h>
@@ -155,18 +156,21 @@ struct Launch {
         }
     }
 
-    // False where threads wait for others that never come.
-    static bool finish_block() {
-        for (bool all_done = false; !all_done;) {
-            all_done = true, moved = false;
-            for (threadIdx.x = 0; threadIdx.x < int(fibers.size()); ++threadIdx.x) {
-                Fiber& f = fibers[threadIdx.x];
-                if (f.done) continue;
-                all_done = false;
-                swapcontext(&scheduler, &f.context);
-            }
-            if (!moved && !all_done) return false;
+    // Every thread that can go on, once; of the lazy warp, or of the others. False where nobody got further.
+    static bool turn(int lazy_warp, bool lazy) {
+        moved = false;
+        for (threadIdx.x = 0; threadIdx.x < int(fibers.size()); ++threadIdx.x) {
+            Fiber& f = fibers[threadIdx.x];
+            if (!f.done && (threadIdx.x / 32 == lazy_warp) == lazy) swapcontext(&scheduler, &f.context);
         }
+        return moved;
+    }
+
+    // False where threads wait for others that never come.
+    static bool finish_block(int lazy_warp) {
+        while (turn(lazy_warp, false) || turn(lazy_warp, true)) {}
+        for (const Fiber& f : fibers)
+            if (!f.done) return false;
         return true;
     }
 };
@@ -180,7 +184,7 @@ int run(void (*kernel)(Args...), int blocks, int threads, bool backwards, void**
     for (int i = 0; i < blocks; ++i) {
         blockIdx.x = backwards ? blocks - 1 - i : i;
         L::run_block(threads);
-        if (!L::finish_block()) return 1;
+        if (!L::finish_block(i % (threads / 32))) return 1;
     }
     return 0;
 }

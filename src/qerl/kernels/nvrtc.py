@@ -219,7 +219,7 @@ class Kernel:
             with torch.cuda.device(index):
                 return self.launch(grid, block, shared, args, overlap=overlap)
         values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = current_stream(index)
         count = self._always + overlap
         with self._lock:
             self._pack_values(self._values, 0, *values)
@@ -229,6 +229,11 @@ class Kernel:
                 _check(_driver().cuCtxSetCurrent(self._context))
                 status = self._call(self._config, self._function, self._pointers, None)
         _check(status)
+
+
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream. (torch.cuda.current_stream makes an object first: a microsecond more.)"""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def capture_id(stream: int) -> int:

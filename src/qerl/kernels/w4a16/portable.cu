@@ -12,10 +12,13 @@
 // counts itself; the last of the tile's blocks to do so adds all of them in the order of k. Nobody waits for another
 // block, and a product has the same bits each time.
 //
-// Weights: each warp keeps the loads of its next DEPTH chunks in flight. x: up to 8 tokens come from global memory to
-// registers, a chunk ahead; more go through shared memory (cp.async, STAGES stages of CHUNKS chunks a warp), where the
-// four warps of a q find the same. A chunk's rows are 128 bytes there, with the row's parity xor-ed into the number of
-// a 16-byte unit: the two units that a lane (g, t) reads are then free of bank conflicts.
+// Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
+// kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it.
+//
+// x of up to 8 tokens comes from global memory to registers, a chunk ahead; that of more goes through shared memory
+// (cp.async, STAGES stages of CHUNKS chunks a warp), where the four warps of a q find the same. A chunk's rows are 128
+// bytes there, with the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads
+// are then free of bank conflicts.
 //
 // Tokens from m on may be anything (here copies or zeros): a column of the sums depends on no other, none is stored.
 // Columns from k on have zero codes; for them x is zero, or that of other columns of the token: never foreign memory.
@@ -287,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
                 for (int s = 0; s < SLICES; ++s) {
                     const bf16* at = b + (static_cast<uint64_t>(slice) * tiles_n * TILE_ROWS + tile_n * TILE_ROWS +
                                           (r * SLICES + s) * 16 + g) * 16 + 4 * t;
-                    const uint2 row_g = *reinterpret_cast<const uint2*>(at);
-                    const uint2 row_g_8 = *reinterpret_cast<const uint2*>(at + 8 * 16);
-                    rows[s][0] = row_g.x, rows[s][1] = row_g_8.x, rows[s][2] = row_g.y, rows[s][3] = row_g_8.y;
+                    const uint2 upper = *reinterpret_cast<const uint2*>(at);
+                    const uint2 lower = *reinterpret_cast<const uint2*>(at + 8 * 16);
+                    rows[s][0] = upper.x, rows[s][1] = lower.x, rows[s][2] = upper.y, rows[s][3] = lower.y;
                 }
 #pragma unroll
                 for (int j = 0; j < TILES; ++j) {

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, capture_id, kernel
+from qerl.kernels.nvrtc import Kernel, capture_id, current_stream, kernel
 
 SOURCE = Path(__file__).with_name("portable.cu")
 _WARPS_M = 4  # warps that share a tile's 128 rows
 _ADAPTER_THREADS = 256  # as in portable.cu
-
 
 # A letter for each parameter, in portable.cu's order.
 _SIGNATURES = {"w4a16": "PPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
@@ -117,7 +116,7 @@ def _adapter_input(
     blocks = min(tiles * -(-padded_k // (_ADAPTER_THREADS // 32 * TILE_COLUMNS)), _multiprocessors(x.device))
     u = torch.empty(m, parts, rank, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
-    _kernel("adapter_input", variant, "e4m3", x.device).launch(
+    _kernel("adapter_input", variant, "e4m3", x.device).launch(  # it is the same for every format of the weights
         (blocks, 1, 1),
         _ADAPTER_THREADS,
         _ADAPTER_THREADS * variant.tokens * 2,
@@ -158,7 +157,7 @@ def _counters(device: torch.device) -> Int32[Tensor, " blocks"]:
     capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
     once for all its products. They stay for the life of the process, 2 KiB each.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device.index)
     key = (device, stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
     counters = _zeros.get(key)
     if counters is None:
