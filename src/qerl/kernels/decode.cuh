@@ -8,8 +8,8 @@
 //     E4M3 scale      byte << 4 is s * 2^-120; times 2^113 twice: s * 2^106. The product is code * s * 2^-20.
 //     E8M0 scale      byte << 7 is 2^(b - 127) as it stands.             The product is code * 2^(b - 253).
 //
-// What is missing is a power of two, PackedWeight.epilogue_factor, for the sums. The scale is brought up before it meets
-// a code because the product of both as they stand would be below the smallest bf16 number. A word costs 15
+// What is missing is a power of two, PackedWeight.epilogue_factor, for the sums. The scale is brought up before it
+// meets a code because the product of both as they stand would be below the smallest bf16 number. A word costs 15
 // instructions, 1.9 a weight: 11 for the bits, 4 multiplications; the scales of 32 weights cost 4.
 //
 // Included by every CUDA source; compiled by NVRTC without CUDA's headers. Define E8M0 as 1 for MXFP4, 0 for NVFP4.

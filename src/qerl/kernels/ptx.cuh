@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
     return product;
 }
 
-// The lower half of `pair` twice, and the upper. (Not byte permutations: the assembler can drop these moves, and let the
-// multiplications that follow choose the half.)
+// The lower half of `pair` twice, and the upper. (Not byte permutations: the assembler can drop these moves, and let
+// the multiplications that follow choose the half.)
 __device__ __forceinline__ void spread_halves(uint32_t pair, uint32_t& lower, uint32_t& upper) {
     asm("{.reg .b16 l, u; mov.b32 {l, u}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {u, u};}"
         : "=r"(lower), "=r"(upper)
