@@ -64,7 +64,7 @@ def test_everything_that_the_cubin_depends_on_is_in_the_key(source, compilations
     build()
     source.write_text(SOURCE + "\n")
     build()
-    monkeypatch.setattr(nvrtc, "_nvrtc_version", lambda: (99, 0))
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (99, 0))
     build()
     assert len(compilations) == len(entries(source)) == 6
 

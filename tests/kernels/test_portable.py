@@ -111,7 +111,7 @@ def emulate(monkeypatch):
         counters = torch.zeros(max(v.blocks for v in VARIANTS) * multiprocessors, dtype=torch.int32)
         monkeypatch.setattr(portable, "_multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(portable, "_has_overlap", lambda _: False)
-        monkeypatch.setattr(portable, "_counters", lambda _: counters)
+        monkeypatch.setattr(portable, "zeros", lambda _: counters)
         monkeypatch.setattr(portable, "_kernel", lambda name, v, f, _: EmulatedKernel(emulation(v, f), name, backwards))
         return counters
 

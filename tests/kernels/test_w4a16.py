@@ -201,7 +201,8 @@ def portable(x, weight, bias, adapter):
 @pytest.mark.parametrize(
     "capability, device, dtype, tokens, path",
     [
-        ((9, 0), "cuda", torch.bfloat16, 1, hopper),
+        ((9, 0), "cuda", torch.bfloat16, 9, hopper),
+        ((9, 0), "cuda", torch.bfloat16, 8, portable),
         ((9, 0), "cuda", torch.bfloat16, op.MAX_FUSED_TOKENS, hopper),
         ((9, 0), "cuda", torch.bfloat16, op.MAX_FUSED_TOKENS + 1, op.w4a16_dense),
         ((9, 0), "cuda", torch.float32, 1, op.w4a16_reference),
@@ -213,7 +214,8 @@ def portable(x, weight, bias, adapter):
     ],
 )
 def test_the_choice_of_a_path(capability, device, dtype, tokens, path, monkeypatch, caplog):
-    monkeypatch.setattr(op, "_FUSED", (((9, 0), (9, 0), hopper), ((8, 0), (12, 1), portable)))
+    monkeypatch.setattr(op, "_FUSED", (((9, 0), (9, 0), 9, hopper), ((8, 0), (12, 1), 1, portable)))
+    monkeypatch.setattr(op, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     op._fused.cache_clear(), op._has_bf16.cache_clear()
     with caplog.at_level(logging.WARNING):

@@ -57,7 +57,7 @@ def compile(source: Path, defines: Mapping[str, int | str], arch: str) -> bytes:
 
     Raises CompilerMissing; RuntimeError with NVRTC's log where the source does not compile.
     """
-    version = _nvrtc_version()
+    version = compiler_version()
     key = hashlib.sha256(repr((version, _OPTIONS, arch, sorted(defines.items()))).encode())
     for text in _with_includes(source):
         key.update(hashlib.sha256(text.encode()).digest())
@@ -82,7 +82,8 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-def _nvrtc_version() -> tuple[int, int]:
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's. Raises CompilerMissing."""
     try:
         from cuda.bindings import nvrtc  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
@@ -310,3 +311,24 @@ def _check(status: int) -> None:
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+# --- counters --------------------------------------------------------------------------------------------------------
+
+_COUNTERS = 4096  # more than any of our kernels starts blocks, or warps that share a tile
+_zeros: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def zeros(device: torch.device) -> Tensor:
+    """int32 zeros for kernels that count their blocks, and leave zeros again.
+
+    Kernels on one stream follow each other and share them; each stream has its own. So has each stream of each graph
+    capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
+    once for all its kernels. They stay for the life of the process, 16 KiB each.
+    """
+    stream = current_stream(device.index)
+    key = (device, stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
+    counters = _zeros.get(key)
+    if counters is None:
+        counters = _zeros[key] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return counters

@@ -11,9 +11,11 @@ u is (dense.py says where cuBLAS cannot).
 Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + Nv], so callers split by true sizes
 ([p.rows for p in weight.parts]) and never see the tiles. K is the true K too.
 
-    device, dtype of x      path
-    CUDA from sm_80, bf16   dense.py: kernels/dequant into the scratch buffer, then cuBLAS with alpha = global scale
-    anything else           reference.py: the same in float32
+    device, dtype of x            tokens   path
+    CUDA sm_90, bf16              9 .. 1k  hopper.py: wgmma on the packed codes
+    CUDA from sm_80, bf16         1 .. 1k  portable.py: mma.sync on the packed codes
+    CUDA from sm_80, bf16         more     dense.py: kernels/dequant into the scratch buffer, then cuBLAS
+    anything else                          reference.py: in float32
 
 `_product` chooses. The gradient always goes through the scratch buffer: training has many tokens.
 
@@ -33,8 +35,11 @@ from torch import Tensor
 
 from qerl.kernels.adapter import PackedAdapter, pack_adapter
 from qerl.kernels.layout import PackedWeight, Part, pack, unpack
+from qerl.kernels.nvrtc import CompilerMissing, compiler_version
 from qerl.kernels.w4a16 import ops
 from qerl.kernels.w4a16.dense import w4a16_dense, w4a16_input_grad_dense
+from qerl.kernels.w4a16.hopper import w4a16_hopper
+from qerl.kernels.w4a16.portable import w4a16_portable
 from qerl.kernels.w4a16.reference import w4a16_input_grad_reference, w4a16_reference
 
 logger = logging.getLogger(__name__)
@@ -47,8 +52,12 @@ MAX_FUSED_TOKENS = 1024
 Product = Callable[[Tensor, PackedWeight, Tensor | None, PackedAdapter | None], Tensor]
 """x [m, k], weight, bias, adapter -> y [m, n]: what each path provides."""
 
-# (lowest, highest compute capability, product), the fastest first. They read the packed codes; none makes a dense W.
-_FUSED: tuple[tuple[tuple[int, int], tuple[int, int], Product], ...] = ()
+# (lowest, highest compute capability, fewest tokens, product), the fastest first. They read the packed codes; none
+# makes a dense W.
+_FUSED: tuple[tuple[tuple[int, int], tuple[int, int], int, Product], ...] = (
+    ((9, 0), (9, 0), 9, w4a16_hopper),
+    ((8, 0), (12, 1), 1, w4a16_portable),
+)
 
 
 def w4a16(
@@ -95,15 +104,25 @@ def _product(device: torch.device, dtype: torch.dtype, tokens: int) -> Product:
     """The path for activations of this kind."""
     if not _on_tensor_cores(device, dtype):
         return w4a16_reference
-    fused = _fused(device) if tokens <= MAX_FUSED_TOKENS else None
-    return fused or w4a16_dense
+    if tokens <= MAX_FUSED_TOKENS:
+        for fewest, product in _fused(device):
+            if tokens >= fewest:
+                return product
+    return w4a16_dense
 
 
 @cache
-def _fused(device: torch.device) -> Product | None:
-    """The fastest fused product for a GPU; None where there is none for its compute capability."""
+def _fused(device: torch.device) -> tuple[tuple[int, Product], ...]:
+    """(fewest tokens, fused product) for a GPU; none where there is no compiler, or none for its capability."""
     capability = torch.cuda.get_device_capability(device)
-    return next((product for lowest, highest, product in _FUSED if lowest <= capability <= highest), None)
+    found = tuple((fewest, product) for low, high, fewest, product in _FUSED if low <= capability <= high)
+    try:
+        if found:
+            compiler_version()
+    except CompilerMissing as error:
+        logger.warning("packed products go through a dense copy of each weight, slowly: %s", error)
+        return ()
+    return found
 
 
 def _on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:

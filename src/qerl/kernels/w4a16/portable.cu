@@ -2,13 +2,13 @@
 // for a number of tokens.
 //
 // W is the A operand (its rows are the instruction's m), so codes go from global memory straight to the registers of
-// the fragments; tokens are its n. A block's tile is 128 rows (one row of packed tiles) x TOKENS tokens:
+// the fragments; tokens are its n. A block's tile is WARPS_M * SLICES * 16 rows x TOKENS tokens:
 //
-//     warp (r, q): rows 32 r .. 32 r + 31 of the tile; of each step of WARPS_K * 64 columns the q-th 64, a chunk
+//     warp (r, q): the r-th 16 SLICES rows of the tile; of each step of WARPS_K * 64 columns the q-th 64, a chunk
 //     lane 4 g + t: rows g and g + 8 of each 16, columns 16 t .. 16 t + 15 of each 64 (layout.py's order; x follows)
 //
 // The work is a list of (tile, step). Each block takes an equal, contiguous share of it, so that all multiprocessors
-// end at once whatever the shape. Where a share ends within a tile, the block leaves its float32 sums in `partial` and
+// end at once whatever the shape; with as many blocks as tiles, each has one of its own. Where a share ends within a tile, the block leaves its float32 sums in `partial` and
 // counts itself; the last of the tile's blocks to do so adds all of them in the order of k. Nobody waits for another
 // block, and a product has the same bits each time.
 //
@@ -16,17 +16,19 @@
 // kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it.
 //
 // x of up to 8 tokens comes from global memory to registers, a chunk ahead; that of more goes through shared memory
-// (cp.async, STAGES stages of CHUNKS chunks a warp), where the four warps of a q find the same. A chunk's rows are 128
+// (cp.async, STAGES stages of CHUNKS chunks a warp), where the warps of a q find the same. A chunk's rows are 128
 // bytes there, with the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads
 // are then free of bank conflicts.
 //
 // Tokens from m on may be anything (here copies or zeros): a column of the sums depends on no other, none is stored.
 // Columns from k on have zero codes; for them x is zero, or that of other columns of the token: never foreign memory.
 //
-// Defines: TOKENS (8, 16, 32, 64), WARPS_K, DEPTH, CHUNKS, STAGES, BLOCKS (to a multiprocessor), E8M0.
+// Defines: TOKENS (8, 16, 32, 64), WARPS_M, WARPS_K, SLICES, DEPTH, CHUNKS, STAGES, BLOCKS (to a multiprocessor), E8M0.
 #include "decode.cuh"
 
-constexpr int THREADS = 128 * WARPS_K, ADAPTER_THREADS = 256, TILES = TOKENS / 8, SLICES = 2;
+constexpr int THREADS = 32 * WARPS_M * WARPS_K, ADAPTER_THREADS = 256, TILES = TOKENS / 8;
+constexpr int FINISHERS = 32 * WARPS_M, BLOCK_ROWS = 16 * SLICES * WARPS_M;
+static_assert(TILE_ROWS % BLOCK_ROWS == 0, "a block's rows lie in one row of packed tiles");
 constexpr bool X_SHARED = TOKENS > 8;
 constexpr int CHUNK_BYTES = TOKENS * 128, STAGE_BYTES = WARPS_K * CHUNKS * CHUNK_BYTES;
 static_assert(DEPTH % (X_SHARED ? CHUNKS : 2) == 0, "one turn of the weights' ring is whole turns of x's");
@@ -144,10 +146,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
     uint32_t* counters,                      // [blocks], zero and left zero
     int m, int k, int n, int tiles_n, int parts, int rank, float factor) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % 4, q = threadIdx.x / 128;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % WARPS_M, q = threadIdx.x / FINISHERS;
     const int chunks = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int steps = (chunks + WARPS_K - 1) / WARPS_K, tiles_m = (m + TOKENS - 1) / TOKENS;
-    const Shares shares(tiles_n * tiles_m * steps, gridDim.x);
+    const Shares shares(tiles_n * (TILE_ROWS / BLOCK_ROWS) * tiles_m * steps, gridDim.x);
     const int end_work = shares.first_of(blockIdx.x + 1);
     const uint32_t x_shared = shared_address(shared);
     // Within a chunk of x: the first of the units 2 t and 2 t + 1 to read, and the unit to copy to.
@@ -157,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     bool is_first = true;
     for (int work = shares.first_of(blockIdx.x); work < end_work;) {
         const int tile = work / steps, first_step = work % steps, num_steps = min(steps - first_step, end_work - work);
-        const int tile_n = tile / tiles_m, first_token = tile % tiles_m * TOKENS;
+        const int first_row = tile / tiles_m * BLOCK_ROWS, first_token = tile % tiles_m * TOKENS;
+        const int tile_n = first_row / TILE_ROWS, slice_of_r = first_row % TILE_ROWS / 16 + r * SLICES;
         work += num_steps;
 
         // Chunks are counted from this warp's first one, in steps: its d-th is chunk first_chunk + d * WARPS_K.
@@ -165,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         int steps_left = num_steps;
         int chunks_left = min(chunks - first_chunk, num_steps * WARPS_K - q);
         const uint8_t* scales = tiles + (static_cast<uint64_t>(tile_n) * chunks + first_chunk) * TILE_BYTES;
-        const uint8_t* codes = scales + r * (SLICES * 512) + lane * 16;
-        scales += CODE_BYTES + r * (SLICES * 64) + lane * 2;
+        const uint8_t* codes = scales + slice_of_r * 512 + lane * 16;
+        scales += CODE_BYTES + slice_of_r * 64 + lane * 2;
         constexpr int STRIDE = WARPS_K * TILE_BYTES;
         Chunk ring[DEPTH];
 #pragma unroll
@@ -244,31 +247,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         }
 
         // Sums of the warps of one r, in the order of q.
-        const int thread = threadIdx.x % 128;
+        const int thread = threadIdx.x % FINISHERS;
         if constexpr (WARPS_K > 1) {
             float4* of_others = reinterpret_cast<float4*>(shared) + thread;
             __syncthreads();  // x has been read
             if (q > 0) {
 #pragma unroll
                 for (int i = 0; i < SLICES * TILES; ++i)
-                    of_others[((q - 1) * SLICES * TILES + i) * 128] = to_float4(sums[i]);
+                    of_others[((q - 1) * SLICES * TILES + i) * FINISHERS] = to_float4(sums[i]);
             }
             __syncthreads();
             if (q == 0) {
 #pragma unroll
                 for (int i = 0; i < (WARPS_K - 1) * SLICES * TILES; ++i)
-                    add(sums[i % (SLICES * TILES)], of_others[i * 128]);
+                    add(sums[i % (SLICES * TILES)], of_others[i * FINISHERS]);
             }
         }
         const bool is_last = num_steps == steps ||
-                             join_blocks<128>(sums, thread, q == 0, shares, tile * steps, steps, partial, counters);
+                             join_blocks<FINISHERS>(sums, thread, q == 0, shares, tile * steps, steps, partial, counters);
         if (!is_last || q > 0) continue;
 
         // Scale, bias, adapter; lane 4 g + t has rows g, g + 8 and tokens 2 t, 2 t + 1 of each 16 x 8.
         const int first_column = table[3 * tile_n], valid_rows = table[3 * tile_n + 1], part = table[3 * tile_n + 2];
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
-            const int row = (r * SLICES + s) * 16 + g;
+            const int row = (slice_of_r + s) * 16 + g;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float scale = global_scale[tile_n * TILE_ROWS + row + 8 * h];
@@ -289,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
 #pragma unroll
                 for (int s = 0; s < SLICES; ++s) {
                     const bf16* at = b + (static_cast<uint64_t>(slice) * tiles_n * TILE_ROWS + tile_n * TILE_ROWS +
-                                          (r * SLICES + s) * 16 + g) * 16 + 4 * t;
+                                          (slice_of_r + s) * 16 + g) * 16 + 4 * t;
                     const uint2 upper = *reinterpret_cast<const uint2*>(at);
                     const uint2 lower = *reinterpret_cast<const uint2*>(at + 8 * 16);
                     rows[s][0] = upper.x, rows[s][1] = lower.x, rows[s][2] = upper.y, rows[s][3] = lower.y;
@@ -304,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
                 }
             }
         }
-        const int token = first_token + 2 * t, row_g = r * (SLICES * 16) + g;
+        const int token = first_token + 2 * t, row_g = slice_of_r * 16 + g;
         bf16* out = y + static_cast<uint64_t>(token) * n + first_column + row_g;
 #pragma unroll
         for (int j = 0; j < TILES; ++j, out += 8 * n) {

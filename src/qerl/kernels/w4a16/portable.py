@@ -22,10 +22,9 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, capture_id, current_stream, kernel
+from qerl.kernels.nvrtc import Kernel, kernel, zeros
 
 SOURCE = Path(__file__).with_name("portable.cu")
-_WARPS_M = 4  # warps that share a tile's 128 rows
 _ADAPTER_THREADS = 256  # as in portable.cu
 
 # A letter for each parameter, in portable.cu's order.
@@ -36,34 +35,51 @@ class Variant(NamedTuple):
     """What portable.cu is compiled for; its text has the meaning of each."""
 
     tokens: int
+    warps_m: int
     warps_k: int
+    slices: int
     depth: int
     chunks: int
     stages: int
     blocks: int
 
     @property
+    def rows(self) -> int:
+        """Of a block's tile."""
+        return 16 * self.slices * self.warps_m
+
+    @property
     def threads(self) -> int:
         """Of a block."""
-        return 32 * _WARPS_M * self.warps_k
+        return 32 * self.warps_m * self.warps_k
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: the stages of x, or the sums of the warps that share rows, whichever is more."""
         x = self.stages * self.chunks * self.warps_k * self.tokens * TILE_COLUMNS * 2 if self.tokens > 8 else 0
-        return max(x, (self.warps_k - 1) * TILE_ROWS * self.tokens * 4)
+        return max(x, (self.warps_k - 1) * self.rows * self.tokens * 4)
 
     def defines(self, scale_format: ScaleFormat) -> dict[str, int]:
         """Of portable.cu."""
         return {name.upper(): value for name, value in self._asdict().items()} | {"E8M0": int(scale_format == "e8m0")}
 
 
-VARIANTS = (
-    Variant(tokens=8, warps_k=4, depth=4, chunks=1, stages=1, blocks=1),
-    Variant(tokens=16, warps_k=2, depth=2, chunks=2, stages=3, blocks=2),
-    Variant(tokens=32, warps_k=1, depth=2, chunks=2, stages=3, blocks=3),
-    Variant(tokens=64, warps_k=1, depth=2, chunks=1, stages=3, blocks=2),
+# Up to 8 tokens. Narrow tiles give a small weight enough blocks without sharing any: few latencies behind one another.
+_LITTLE_WORK = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2)
+_MUCH_WORK = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
+_MORE_TOKENS = (
+    Variant(tokens=16, warps_m=4, warps_k=2, slices=2, depth=2, chunks=2, stages=3, blocks=2),
+    Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
+    Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
+VARIANTS = (_LITTLE_WORK, _MUCH_WORK, *_MORE_TOKENS)
+
+
+def choose(m: int, rows: int, columns: int) -> Variant:
+    """The variant for m tokens and a weight of so many rows and columns (as measured on an H200)."""
+    if m > 8:
+        return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
+    return _LITTLE_WORK if max(rows, columns) <= 8192 else _MUCH_WORK
 
 
 def w4a16_portable(
@@ -71,6 +87,7 @@ def w4a16_portable(
     weight: PackedWeight,
     bias: BFloat16[Tensor, " n"] | None = None,
     adapter: PackedAdapter | None = None,
+    variant: Variant | None = None,
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
     m, k = x.shape
@@ -79,26 +96,29 @@ def w4a16_portable(
     if m == 0:
         return y
     x = _aligned(x)
-    variant = next((v for v in VARIANTS if m <= v.tokens), VARIANTS[-1])
     rows = weight.padded_shape[0]
+    variant = variant or choose(m, rows, k)
     tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
-    work = tiles_n * -(-m // variant.tokens) * -(-tiles_k // variant.warps_k)
-    blocks = min(work, variant.blocks * _multiprocessors(x.device))
-    partial = torch.empty(2 * blocks * variant.tokens * TILE_ROWS, dtype=torch.float32, device=x.device)
-    counters = _counters(x.device)
+    tiles = rows // variant.rows * -(-m // variant.tokens)
+    if variant.warps_m == 1:
+        blocks, shared = tiles, 0
+    else:  # equal shares of all tiles
+        blocks = shared = min(tiles * -(-tiles_k // variant.warps_k), variant.blocks * _multiprocessors(x.device))
+    partial = torch.empty(2 * shared * variant.tokens * variant.rows, dtype=torch.float32, device=x.device)
+    counters = zeros(x.device)
     u, b, parts, rank = 0, 0, 0, 0
     if adapter is not None:
         u, b = _adapter_input(x, adapter, variant, counters), adapter.b
         _, parts, rank = u.shape
     # Addresses of this view in the storage: slicing tensors would cost more than the launch does.
-    tiles = weight.storage.tiles.data_ptr() + weight.first_row // TILE_ROWS * tiles_k * TILE_BYTES
+    weights = weight.storage.tiles.data_ptr() + weight.first_row // TILE_ROWS * tiles_k * TILE_BYTES
     global_scale = weight.storage.global_scale.data_ptr() + weight.first_row * 4
     _kernel("w4a16", variant, weight.scale_format, x.device).launch(
         (blocks, 1, 1),
         variant.threads,
         variant.shared_bytes,
         (
-            tiles, global_scale, weight.tile_table, x, y, 0 if bias is None else bias.contiguous(), u, b,
+            weights, global_scale, weight.tile_table, x, y, 0 if bias is None else bias.contiguous(), u, b,
             partial, counters, m, k, n, tiles_n, parts, rank, weight.epilogue_factor,
         ),
         overlap=_has_overlap(x.device),
@@ -145,22 +165,3 @@ def _multiprocessors(device: torch.device) -> int:
 @cache
 def _has_overlap(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-_zeros: dict[tuple[torch.device, int, int], Int32[Tensor, " blocks"]] = {}
-
-
-def _counters(device: torch.device) -> Int32[Tensor, " blocks"]:
-    """Zeros that the kernel leaves zero, one for each block that any variant starts.
-
-    Products on one stream follow each other and share them; each stream has its own. So has each stream of each graph
-    capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
-    once for all its products. They stay for the life of the process, 2 KiB each.
-    """
-    stream = current_stream(device.index)
-    key = (device, stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
-    counters = _zeros.get(key)
-    if counters is None:
-        most = max(v.blocks for v in VARIANTS) * _multiprocessors(device)
-        counters = _zeros[key] = torch.zeros(most, dtype=torch.int32, device=device)
-    return counters

@@ -1,0 +1,241 @@
+"""w4a16 on sm_90a from a few tokens to 1,024: prepare.cu, then hopper.cu (which has the algorithm), overlapping.
+
+    x [m, k] -- prepare --> tiles of x, u -- hopper, with the packed weight --> y [m, n]
+
+A launch is a variant (what a block computes, and how deep its ring is) and a schedule (which block takes which share).
+Both depend on the shape and on the number of multiprocessors alone, so a product has the same bits each time. What the
+two kernels share lies in one allocation, made anew for each call: torch's allocator keeps it apart from that of other
+streams and graphs.
+
+Called by w4a16's dispatcher. Fewer tokens are portable.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import BFloat16, Int32
+from torch import Tensor
+
+from qerl.kernels.adapter import SLICE, PackedAdapter
+from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
+from qerl.kernels.nvrtc import Kernel, kernel, zeros
+
+_FOLDER = Path(__file__).parent
+_SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
+_RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
+_THREADS = 384  # of hopper.cu
+_STEP_CHUNKS = 2
+_PREPARE_THREADS, _PREPARE_TURNS, _PREPARE_CLUSTER, _PREPARE_BATCH = 128, 4, 8, 64  # as in prepare.cu
+
+# A letter for each parameter, in the sources' order.
+_PRODUCT, _PREPARE = "PPPPPPPPPPiiiiiiiif", "PPPPPiiiiiii"
+
+
+class Variant(NamedTuple):
+    """What hopper.cu is compiled for; its text has the meaning of each."""
+
+    tokens: int
+    cluster: int
+    blocks: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one step."""
+        return _STEP_CHUNKS * (self.tokens * TILE_COLUMNS * 2 + TILE_BYTES)
+
+    @property
+    def stages(self) -> int:
+        """Steps in the ring."""
+        return (_SHARED_MEMORY // self.blocks - _RESERVED) // self.stage_bytes
+
+    def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
+        """Of hopper.cu."""
+        return {
+            "TOKENS": self.tokens,
+            "STAGES": self.stages,
+            "CLUSTER": self.cluster,
+            "BLOCKS": self.blocks,
+            "REGISTERS": 232 if self.blocks == 1 else 104,
+            "SLICES": slices,
+            "E8M0": int(scale_format == "e8m0"),
+        }
+
+
+# The blocks of a cluster split K; two blocks to a multiprocessor, so that one computes while the other begins or ends.
+VARIANTS = (
+    *(Variant(tokens, cluster, blocks=2) for tokens in (16, 32, 64) for cluster in (1, 4)),
+    *(Variant(128, cluster, blocks=1) for cluster in (1, 2)),
+)
+
+
+def choose(m: int, supertiles: int, chunks: int) -> Variant:
+    """The variant for m tokens and a weight of 128 * supertiles rows, 64 * chunks columns (as measured on an H200)."""
+    few = m <= 128 and supertiles <= 66 and chunks <= 128  # tiles: not enough for all multiprocessors
+    if m > 64:
+        return Variant(128, cluster=2 if few else 1, blocks=1)
+    return Variant(next(t for t in (16, 32, 64) if m <= t), cluster=4 if few else 1, blocks=2)
+
+
+def w4a16_hopper(
+    x: BFloat16[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: BFloat16[Tensor, " n"] | None = None,
+    adapter: PackedAdapter | None = None,
+    variant: Variant | None = None,
+) -> BFloat16[Tensor, "m n"]:
+    """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernels cannot be compiled."""
+    m, k = x.shape
+    y = torch.empty(m, weight.shape[0], dtype=torch.bfloat16, device=x.device)
+    if m == 0:
+        return y
+    x = x.contiguous()
+    plan = _plan(weight, 0 if adapter is None else adapter.b.shape[0], variant or choose(m, *weight.tiles.shape[:2]))
+    launch = plan.launches.get(m) or plan.launches.setdefault(m, _Launch.of(plan, m))
+    tiles = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device).data_ptr()
+    u, partial = tiles + launch.u, tiles + launch.partial
+    a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
+    chunks = plan.steps * _STEP_CHUNKS
+    plan.prepare.launch(
+        (launch.prepare_blocks, 1, 1), _PREPARE_THREADS, 0,
+        (
+            x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
+            launch.pieces,
+        ),
+        overlap=True,
+    )  # fmt: skip
+    plan.product.launch(
+        (launch.blocks, 1, 1), _THREADS, plan.variant.stages * plan.variant.stage_bytes + 1024,
+        (
+            plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
+            partial, zeros(x.device) if launch.sharers else 0, m, plan.n, plan.supertiles, plan.chunks,
+            launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
+        ),
+        overlap=True,
+    )  # fmt: skip
+    return y
+
+
+class _Launch(NamedTuple):
+    """What the number of tokens adds to a plan: grids, shares, places in the workspace."""
+
+    token_tiles: int
+    pieces: int
+    tile_blocks: int
+    prepare_blocks: int
+    shared_tiles: int
+    sharers: int
+    blocks: int
+    u: int
+    partial: int
+    bytes: int
+
+    @classmethod
+    def of(cls, plan: _Plan, m: int) -> _Launch:
+        v = plan.variant
+        token_tiles = -(-m // v.tokens)
+        x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
+        tile_blocks = -(-x_bytes // (16 * _PREPARE_THREADS * _PREPARE_TURNS))
+        # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
+        tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
+        tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)
+        batches = token_tiles * v.tokens // min(_PREPARE_BATCH, v.tokens)
+        tiles = plan.supertiles * token_tiles
+        most = plan.multiprocessors * v.blocks
+        shared_tiles = sharers = 0
+        blocks = tiles * v.cluster
+        if v.cluster == 1:
+            # Not worth the sums' way through memory where whole tiles keep all but a few blocks busy.
+            shared_tiles = 0 if -(-tiles // most) * most <= 1.2 * tiles else tiles % most
+            sharers = min(most, shared_tiles * (plan.steps + plan.slices // _STEP_CHUNKS))
+            blocks = min(tiles, most) if tiles >= most or not sharers else sharers
+        partial = _round_up(x_bytes + token_tiles * plan.parts * plan.slices * v.tokens * 2 * SLICE, 256)
+        return cls(
+            token_tiles,
+            x_bytes // 16,
+            tile_blocks,
+            tile_blocks + plan.parts * plan.slices * batches * _PREPARE_CLUSTER,
+            shared_tiles,
+            sharers,
+            blocks,
+            x_bytes,
+            partial,
+            partial + sharers * 2 * TILE_ROWS * v.tokens * 4,
+        )
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What a weight, a variant and an adapter's rank fix."""
+
+    variant: Variant
+    slices: int
+    product: Kernel
+    prepare: Kernel
+    tiles: Tensor
+    global_scale: Tensor
+    table: Int32[Tensor, "supertiles 3"]
+    n: int
+    supertiles: int
+    chunks: int
+    parts: int
+    factor: float
+    multiprocessors: int
+    steps: int
+    launches: dict[int, _Launch] = field(default_factory=dict)
+
+
+_plans: WeakKeyDictionary[PackedWeight, dict[tuple[int, Variant], _Plan]] = WeakKeyDictionary()
+
+
+def _plan(weight: PackedWeight, slices: int, v: Variant) -> _Plan:
+    plans = _plans.get(weight)
+    if plans is None:
+        plans = _plans.setdefault(weight, {})
+    plan = plans.get((slices, v))
+    if plan is None or plan.tiles.untyped_storage().data_ptr() != weight.storage.tiles.untyped_storage().data_ptr():
+        plan = plans[slices, v] = _make_plan(weight, slices, v)
+    return plan
+
+
+def _make_plan(weight: PackedWeight, slices: int, v: Variant) -> _Plan:
+    device = weight.device
+    prepare = {"TOKENS": v.tokens, "SLICES": slices, "E8M0": 0}
+    supertiles, chunks, _ = weight.tiles.shape
+    return _Plan(
+        v,
+        slices,
+        kernel(
+            _FOLDER / "hopper.cu",
+            "w4a16_hopper",
+            v.defines(slices, weight.scale_format),
+            _PRODUCT,
+            device,
+            cluster=v.cluster,
+        ),
+        kernel(_FOLDER / "prepare.cu", "w4a16_prepare", prepare, _PREPARE, device, cluster=_PREPARE_CLUSTER),
+        weight.tiles,
+        weight.global_scale,
+        weight.tile_table,
+        weight.shape[0],
+        supertiles,
+        chunks,
+        len(weight.parts),
+        weight.epilogue_factor,
+        _multiprocessors(device),
+        -(-chunks // _STEP_CHUNKS),
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
