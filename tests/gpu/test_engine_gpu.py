@@ -9,10 +9,12 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "engine"))
-from tiny_policies import CONFIGS, assert_as_exact_as_transformers, policy, requests
+from tiny_policies import CONFIGS, assert_as_exact_as_transformers, policy, requests, scatter_adapters
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import build_engine
+from qerl.engine.projection import Projection
+from qerl.nn.structure import decoder_layers
 from qerl.noise import NoiseDraw
 from qerl.types import SamplingParams
 
@@ -48,6 +50,25 @@ def test_graphs_give_the_bits_of_eager_steps(per: str) -> None:
     for engine in (graphs, eager):
         engine.sync(NoiseDraw(seed=1, step=2, sigma=1e-2, per=per))
     assert graphs.generate(asked, SamplingParams()) == eager.generate(asked, SamplingParams())
+
+
+@torch.inference_mode()
+def test_a_captured_product_sees_the_adapters_of_the_next_sync() -> None:
+    model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
+    attention = decoder_layers(model)[0].self_attn
+    fused = Projection([attention.q_proj, attention.k_proj, attention.v_proj], torch.bfloat16)
+    fused.sync()
+    x = torch.randn(8, 64, device="cuda").bfloat16()
+    before = torch.cat([*fused(x)], dim=1).clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused(x)
+    scatter_adapters(model)
+    fused.sync()
+    graph.replay()
+    after = torch.cat([*captured], dim=1)
+    assert torch.equal(after, torch.cat([*fused(x)], dim=1)) and not torch.equal(after, before)
 
 
 def test_too_large_a_cache_names_the_setting() -> None:

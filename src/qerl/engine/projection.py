@@ -1,10 +1,15 @@
 """One product for all linears that read the same input (q, k, v; gate, up), with their adapters.
 
-    y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T         i = q, k, v;  in the trainer's order and rounding (nn/lora.py)
+    y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T         i = q, k, v
 
 The base weight is the trainer's own tensor, never a copy. Linears that are neighbours in one PackedWeight, or whose
-dense weights are neighbouring rows of one tensor, are one product; others are one each. Adapters are copies: all A_i
-stacked [sum of r, K] and each B_i [N_i, r_i], rounded once to the activations' dtype, written in place by `sync`.
+dense weights are neighbouring rows of one tensor, are one product; others are one each. Adapters are copies, rounded
+once to the activations' dtype; while ranks stay, `sync` writes new values into the same memory.
+
+    base                                      adapter
+    packed, one product, no rank above 64     within the product (kernels/w4a16): the finished sum is rounded once
+    anything else                             beside it, in the trainer's order and rounding (nn/lora.py): all x A_i^T
+                                              as one product, each B_i, one addition
 
 Called by model.py. Leaves out all adapters but LoRA.
 """
@@ -12,12 +17,14 @@ Called by model.py. Leaves out all adapters but LoRA.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from qerl.kernels.adapter import MAX_RANK, Factors, PackedAdapter, pack_adapter
 from qerl.kernels.layout import PackedWeight
 from qerl.kernels.w4a16 import w4a16
 from qerl.nn.linear import PackedLinear
@@ -36,49 +43,80 @@ class Projection:
         self._bases = [base_linear(linear) for linear in linears]
         self._sizes = [base.out_features for base in self._bases]
         self._products = _fuse(self._bases)
+        self._packed = _packed_whole(self._products)
         self._ranks: list[int] = []
-        self._a: Float[Tensor, "r_sum k"] | None = None
-        self._b: list[Float[Tensor, "n r"]] = []
-        self._scalings: list[float] = []
+        self._within: PackedAdapter | None = None
+        self._beside: _Beside | None = None
 
     def __call__(self, x: Float[Tensor, "*batch k"], gain: float = 1.0) -> Sequence[Float[Tensor, "*batch n"]]:
         """One output a linear; `gain` multiplies the adapters' part (the probe asks for 0 and for large ones)."""
-        outputs = [_product(x, weight, bias) for weight, bias in self._products]
+        adapter = self._within
+        if adapter is not None and gain != 1:
+            adapter = adapter._replace(scaling=adapter.scaling * gain)
+        outputs = [_product(x, weight, bias, adapter) for weight, bias in self._products]
         if len(outputs) < len(self._sizes):
             (whole,) = outputs
             outputs = whole.split(self._sizes, dim=-1)
-        if self._a is None or gain == 0:
-            return outputs
-        inner = F.linear(x, self._a).split(self._ranks, dim=-1)
-        return [
-            torch.add(y, F.linear(u, b), alpha=scaling * gain) if b.shape[1] else y
-            for y, u, b, scaling in zip(outputs, inner, self._b, self._scalings, strict=True)
-        ]
+        return outputs if self._beside is None or gain == 0 else self._beside.added(outputs, x, gain)
 
     @property
     def weights(self) -> list[Weight]:
         """The trainer's tensors that the products read."""
         return [weight for weight, _ in self._products]
 
+    @torch.no_grad()
     def sync(self) -> list[Float32[Tensor, ""]]:
-        """Copy the adapters that the trainer's linears apply now; the largest |B| of each."""
+        """Copy the adapters that the trainer's linears apply now, in place while ranks stay; each one's largest |B|."""
         factors = [lora_factors(linear) for linear in self._linears]
+        entries: list[Factors | None] = [None if f is None else (f.a, f.b, f.scaling) for f in factors]
         ranks = [0 if f is None else f.a.shape[0] for f in factors]
         if ranks != self._ranks:
-            self._ranks = ranks
-            self._a, self._b = None, []
-            if any(ranks):
-                width, device = self._bases[0].in_features, self._bases[0].weight.device
-                self._a = torch.empty(sum(ranks), width, dtype=self._dtype, device=device)
-                self._b = [self._a.new_empty(n, r) for n, r in zip(self._sizes, ranks, strict=True)]
-        self._scalings = [0.0 if f is None else f.scaling for f in factors]
-        if self._a is None:
-            return []
-        for a, b, f in zip(self._a.split(ranks), self._b, factors, strict=True):
-            if f is not None:
-                a.copy_(f.a)
-                b.copy_(f.b)
+            self._ranks, self._within, self._beside = ranks, None, None
+            if self._packed is not None and 0 < max(ranks) <= MAX_RANK:
+                self._within = pack_adapter(self._packed, entries, self._dtype)
+            elif any(ranks):
+                self._beside = _Beside.empty(self._bases, ranks, self._dtype)
+        if self._within is not None:
+            assert self._packed is not None
+            self._within.update_(self._packed, entries)
+        if self._beside is not None:
+            self._beside.update_(entries)
         return [f.b.detach().abs().amax() for f in factors if f is not None]
+
+
+@dataclass
+class _Beside:
+    """Adapters that no product takes in; a rank of 0 is none."""
+
+    a: Float[Tensor, "r_sum k"]
+    b: list[Float[Tensor, "n r"]]
+    scalings: list[float]
+
+    @classmethod
+    def empty(cls, bases: Sequence[nn.Linear], ranks: Sequence[int], dtype: torch.dtype) -> _Beside:
+        device = bases[0].weight.device
+        a = torch.empty(sum(ranks), bases[0].in_features, dtype=dtype, device=device)
+        return cls(a, [a.new_empty(base.out_features, r) for base, r in zip(bases, ranks, strict=True)], [])
+
+    @property
+    def ranks(self) -> list[int]:
+        return [b.shape[1] for b in self.b]
+
+    def update_(self, factors: Sequence[Factors | None]) -> None:
+        self.scalings = [0.0 if f is None else f[2] for f in factors]
+        for a, b, f in zip(self.a.split(self.ranks), self.b, factors, strict=True):
+            if f is not None:
+                a.copy_(f[0])
+                b.copy_(f[1])
+
+    def added(
+        self, outputs: Sequence[Float[Tensor, "*batch n"]], x: Float[Tensor, "*batch k"], gain: float
+    ) -> list[Float[Tensor, "*batch n"]]:
+        inner = F.linear(x, self.a).split(self.ranks, dim=-1)
+        return [
+            torch.add(y, F.linear(u, b), alpha=scaling * gain) if b.shape[1] else y
+            for y, u, b, scaling in zip(outputs, inner, self.b, self.scalings, strict=True)
+        ]
 
 
 def base_linear(linear: nn.Module) -> nn.Linear:
@@ -130,5 +168,11 @@ def _neighbours_dense(weights: list[Tensor]) -> Tensor | None:
     return first.as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
 
 
-def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return w4a16(x, weight, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+def _packed_whole(products: Sequence[tuple[Weight, Tensor | None]]) -> PackedWeight | None:
+    """The packed weight that is all of the product; None where there are several, or a dense one."""
+    weight = products[0][0]
+    return weight if len(products) == 1 and isinstance(weight, PackedWeight) else None
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None, adapter: PackedAdapter | None) -> Tensor:
+    return w4a16(x, weight, bias, adapter) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)

@@ -1,0 +1,130 @@
+"""Fused products with their adapters: within the packed product where it takes them, beside it elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_policies import policy, scatter_adapters
+from torch import nn
+
+import qerl.engine.projection as projection
+from qerl.config import LoraConfig
+from qerl.engine.projection import Projection, base_linear
+from qerl.kernels.adapter import PackedAdapter
+from qerl.nn.lora import attach_lora, lora_factors
+from qerl.nn.structure import decoder_layers
+
+X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
+
+
+def qkv(model: nn.Module) -> list[nn.Module]:
+    attention = decoder_layers(model)[0].self_attn
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[PackedAdapter | None]:
+    """The adapter of every packed product from here on."""
+    seen: list[PackedAdapter | None] = []
+    w4a16 = projection.w4a16
+
+    def counting(x, weight, bias, adapter):
+        seen.append(None if adapter is None else PackedAdapter(*(t.clone() for t in adapter)))
+        return w4a16(x, weight, bias, adapter)
+
+    monkeypatch.setattr(projection, "w4a16", counting)
+    return seen
+
+
+def same(a: PackedAdapter, b: PackedAdapter) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@torch.no_grad()
+def check(fused: Projection, linears: list[nn.Module], gain: float = 1.0) -> None:
+    """What the trainer's linears give, with the adapter's part multiplied by `gain`."""
+    for got, linear in zip(fused(X, gain), linears, strict=True):
+        bare, factors = base_linear(linear)(X), lora_factors(linear)
+        delta = 0 if factors is None else factors.scaling * gain * (X @ factors.a.T @ factors.b.T)
+        torch.testing.assert_close(got, bare + delta, rtol=1e-5, atol=1e-4 * max(1, gain))
+        assert gain != 1 or factors is None or (got - bare).abs().max() > 0.1
+
+
+def test_one_product_takes_its_adapters_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = qkv(policy("qwen2"))
+    seen, fused = products(monkeypatch), Projection(linears, torch.float32)
+    fused.sync()
+    check(fused, linears)
+    assert len(seen) == 1 and isinstance(seen[0], PackedAdapter)
+
+
+def test_a_sync_writes_into_the_memory_that_graphs_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2")
+    linears, fused = qkv(model), Projection(qkv(model), torch.float32)
+    fused.sync()
+    addresses = [t.data_ptr() for t in fused._within]
+    scatter_adapters(model)
+    linears[0].scaling["default"] = 0.25
+    largest = fused.sync()
+    assert [t.data_ptr() for t in fused._within] == addresses
+    check(fused, linears)
+    assert torch.equal(torch.stack(largest), torch.stack([lora_factors(m).b.abs().max() for m in linears]))
+
+
+@pytest.mark.parametrize("gain", [0.0, 1e6])
+def test_a_gain_lasts_for_one_call(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = qkv(policy("qwen2"))
+    seen, fused = products(monkeypatch), Projection(linears, torch.float32)
+    fused.sync()
+    before = fused(X)
+    check(fused, linears, gain)
+    after = fused(X)
+    assert same(seen[0], seen[2]) and not same(seen[0], seen[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_adapters_come_go_and_change_their_rank() -> None:
+    model = policy("llama", lora=False)
+    bare = Projection(qkv(model), torch.float32)
+    assert bare.sync() == []
+    check(bare, qkv(model))
+    adapted = attach_lora(model, LoraConfig(r=5, target_modules=["q_proj", "v_proj"]), seed=1)
+    scatter_adapters(adapted)
+    linears = qkv(adapted)
+    fused = Projection(linears, torch.float32)
+    assert len(fused.sync()) == 2
+    check(fused, linears)
+    with adapted.disable_adapter():
+        assert fused.sync() == []
+        check(fused, linears)
+    fused.sync()
+    check(fused, linears)
+
+
+@pytest.mark.parametrize("why", ["dense", "rank", "several"])
+def test_what_no_product_takes_in_is_added_beside(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2", packed=why != "dense", lora=False)
+    model = attach_lora(model, LoraConfig(r=65 if why == "rank" else 4, rank_pattern={"k_proj": 3}), seed=2)
+    scatter_adapters(model)
+    linears = qkv(model)[:: -1 if why == "several" else 1]  # q, k, v is one packed weight; v, k, q is not
+    seen, fused = products(monkeypatch), Projection(linears, torch.float32)
+    for _ in range(2):
+        fused.sync()
+        check(fused, linears)
+        check(fused, linears, gain=0.0)
+        check(fused, linears, gain=3.0)
+        scatter_adapters(model)
+    assert seen == [None] * (6 * {"dense": 0, "rank": 1, "several": 3}[why])
+
+
+def test_the_sum_of_a_packed_product_is_rounded_once() -> None:
+    """bf16: the nearest number to the sum over the rounded x, A, u and B."""
+    linears = qkv(policy("qwen2", dtype=torch.bfloat16))
+    fused = Projection(linears, torch.bfloat16)
+    fused.sync()
+    x = X.bfloat16()
+    for got, linear in zip(fused(x), linears, strict=True):
+        factors, base = lora_factors(linear), base_linear(linear)
+        dense, scale = base.packed.dequantize()
+        u = (factors.scaling * (x.float() @ factors.a.bfloat16().float().T)).bfloat16().float()
+        exact = (x.double() @ dense.double().T) * scale + base.bias + u.double() @ factors.b.bfloat16().double().T
+        assert (got == exact.bfloat16()).float().mean() > 0.99  # but for u's own roundings, and ties
