@@ -50,11 +50,11 @@ one storage, and moving any of them moves all. How a product is computed is said
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Complex128, Float, Float32, Int16, Int32, Int64, UInt8
@@ -117,7 +117,8 @@ class PackedWeight:
     """The linears in it, in order; starts count from this view's own first row."""
     first_row: int = 0
     """Where this view begins in the storage."""
-    _tile_table: Int32[Tensor, "tiles_n 3"] | None = field(default=None, repr=False)
+    _plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _plans_for: Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,14 +168,22 @@ class PackedWeight:
 
         On the weight's device; made when first asked for.
         """
-        if self._tile_table is None or self._tile_table.device != self.device:
-            table, column = [], 0
+        table = self.plans.get("tile_table")
+        if table is None:
+            rows, column = [], 0
             for i, part in enumerate(self.parts):
                 for row in range(0, part.rows, TILE_ROWS):
-                    table.append((column + row, min(TILE_ROWS, part.rows - row), i))
+                    rows.append((column + row, min(TILE_ROWS, part.rows - row), i))
                 column += part.rows
-            self._tile_table = torch.tensor(table, dtype=torch.int32, device=self.device)
-        return self._tile_table
+            table = self.plans["tile_table"] = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        return table
+
+    @property
+    def plans(self) -> dict[Hashable, Any]:
+        """What products have worked out for this weight as it lies now, by keys of their own; empty after a move."""
+        if self._plans_for is not self.storage.tiles:
+            self._plans, self._plans_for = {}, self.storage.tiles
+        return self._plans
 
     def part(self, index: int) -> PackedWeight:
         """A view of one part."""

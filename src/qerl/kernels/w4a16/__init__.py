@@ -87,10 +87,9 @@ def compute(
     x: Float[Tensor, "*batch k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None, adapter: PackedAdapter | None
 ) -> Float[Tensor, "*batch n"]:
     """`w4a16` without its checks: what the operator runs."""
-    n, k = weight.shape
-    flat = x.reshape(-1, k)
-    product = _product(x.device, x.dtype, flat.shape[0])
-    return product(flat, weight, bias, adapter).view(*x.shape[:-1], n)
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    y = _product(x.device, x.dtype, flat.shape[0])(flat, weight, bias, adapter)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def compute_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Float[Tensor, "*batch k"]:

@@ -12,11 +12,9 @@ Called by w4a16's dispatcher. Fewer tokens are portable.py's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import BFloat16, Int32
@@ -31,7 +29,7 @@ _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
 _THREADS = 384  # of hopper.cu
 _STEP_CHUNKS = 2
-_PREPARE_THREADS, _PREPARE_TURNS, _PREPARE_CLUSTER, _PREPARE_BATCH = 128, 4, 8, 64  # as in prepare.cu
+_PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
 
 # A letter for each parameter, in the sources' order.
 _PRODUCT, _PREPARE = "PPPPPPPPPPiiiiiiiif", "PPPPPiiiiiii"
@@ -91,18 +89,18 @@ def w4a16_hopper(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernels cannot be compiled."""
     m, k = x.shape
-    y = torch.empty(m, weight.shape[0], dtype=torch.bfloat16, device=x.device)
     if m == 0:
-        return y
+        return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
+    slices = 0 if adapter is None else adapter.b.shape[0]
+    plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
+    y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = x.contiguous()
-    plan = _plan(weight, 0 if adapter is None else adapter.b.shape[0], variant or choose(m, *weight.tiles.shape[:2]))
-    launch = plan.launches.get(m) or plan.launches.setdefault(m, _Launch.of(plan, m))
     tiles = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device).data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
     a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
     chunks = plan.steps * _STEP_CHUNKS
     plan.prepare.launch(
-        (launch.prepare_blocks, 1, 1), _PREPARE_THREADS, 0,
+        (launch.prepare_blocks, 1, 1), _prepare_threads(plan.slices), 0,
         (
             x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
             launch.pieces,
@@ -119,6 +117,37 @@ def w4a16_hopper(
         overlap=True,
     )  # fmt: skip
     return y
+
+
+def adapter_input(
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int
+) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
+    """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined."""
+    m, k = x.shape
+    parts, rank, padded_k = adapter.a.shape
+    u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
+    _prepare(tokens, rank // SLICE, x.device).launch(
+        (_adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
+        _prepare_threads(rank // SLICE),
+        0,
+        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0),
+        overlap=True,
+    )
+    return u
+
+
+def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
+    defines = {"TOKENS": tokens, "SLICES": slices, "E8M0": 0}
+    return kernel(_FOLDER / "prepare.cu", "w4a16_prepare", defines, _PREPARE, device, cluster=_PREPARE_CLUSTER)
+
+
+def _prepare_threads(slices: int) -> int:
+    return 256 if slices else 128
+
+
+def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
+    batch = min(tokens, 32 if tokens == 128 else 16)
+    return slices * -(-m // batch) * _PREPARE_CLUSTER
 
 
 class _Launch(NamedTuple):
@@ -140,11 +169,10 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * _PREPARE_THREADS * _PREPARE_TURNS))
+        tile_blocks = -(-x_bytes // (16 * _prepare_threads(plan.slices) * _PREPARE_TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
         tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)
-        batches = token_tiles * v.tokens // min(_PREPARE_BATCH, v.tokens)
         tiles = plan.supertiles * token_tiles
         most = plan.multiprocessors * v.blocks
         shared_tiles = sharers = 0
@@ -159,7 +187,7 @@ class _Launch(NamedTuple):
             token_tiles,
             x_bytes // 16,
             tile_blocks,
-            tile_blocks + plan.parts * plan.slices * batches * _PREPARE_CLUSTER,
+            tile_blocks + _adapter_blocks(m, v.tokens, plan.parts * plan.slices),
             shared_tiles,
             sharers,
             blocks,
@@ -169,16 +197,15 @@ class _Launch(NamedTuple):
         )
 
 
-@dataclass(eq=False)
-class _Plan:
+class _Plan(NamedTuple):
     """What a weight, a variant and an adapter's rank fix."""
 
     variant: Variant
     slices: int
     product: Kernel
     prepare: Kernel
-    tiles: Tensor
-    global_scale: Tensor
+    tiles: int
+    global_scale: int
     table: Int32[Tensor, "supertiles 3"]
     n: int
     supertiles: int
@@ -187,40 +214,20 @@ class _Plan:
     factor: float
     multiprocessors: int
     steps: int
-    launches: dict[int, _Launch] = field(default_factory=dict)
 
 
-_plans: WeakKeyDictionary[PackedWeight, dict[tuple[int, Variant], _Plan]] = WeakKeyDictionary()
-
-
-def _plan(weight: PackedWeight, slices: int, v: Variant) -> _Plan:
-    plans = _plans.get(weight)
-    if plans is None:
-        plans = _plans.setdefault(weight, {})
-    plan = plans.get((slices, v))
-    if plan is None or plan.tiles.untyped_storage().data_ptr() != weight.storage.tiles.untyped_storage().data_ptr():
-        plan = plans[slices, v] = _make_plan(weight, slices, v)
-    return plan
-
-
-def _make_plan(weight: PackedWeight, slices: int, v: Variant) -> _Plan:
+def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None) -> tuple[_Plan, _Launch]:
     device = weight.device
-    prepare = {"TOKENS": v.tokens, "SLICES": slices, "E8M0": 0}
     supertiles, chunks, _ = weight.tiles.shape
-    return _Plan(
+    v = asked or choose(m, supertiles, chunks)
+    defines = v.defines(slices, weight.scale_format)
+    plan = _Plan(
         v,
         slices,
-        kernel(
-            _FOLDER / "hopper.cu",
-            "w4a16_hopper",
-            v.defines(slices, weight.scale_format),
-            _PRODUCT,
-            device,
-            cluster=v.cluster,
-        ),
-        kernel(_FOLDER / "prepare.cu", "w4a16_prepare", prepare, _PREPARE, device, cluster=_PREPARE_CLUSTER),
-        weight.tiles,
-        weight.global_scale,
+        kernel(_FOLDER / "hopper.cu", "w4a16_hopper", defines, _PRODUCT, device, cluster=v.cluster),
+        _prepare(v.tokens, slices, device),
+        weight.tiles.data_ptr(),
+        weight.global_scale.data_ptr(),
         weight.tile_table,
         weight.shape[0],
         supertiles,
@@ -230,6 +237,8 @@ def _make_plan(weight: PackedWeight, slices: int, v: Variant) -> _Plan:
         _multiprocessors(device),
         -(-chunks // _STEP_CHUNKS),
     )
+    both = weight.plans["hopper", m, slices, asked] = plan, _Launch.of(plan, m)
+    return both
 
 
 @cache

@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     const bf16* __restrict__ x,              // [m, k]
     bf16* __restrict__ y,                    // [m, n]
     const bf16* __restrict__ bias,           // [n], or null
-    const bf16* u,                           // [m, parts, rank], or null: no adapter
+    const bf16* u,                           // [tiles of tokens, parts, rank / 16, TOKENS, 16], or null: no adapter
     const bf16* b,                           // [rank / 16, 128 tiles_n, 16]
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
     uint32_t* counters,                      // [blocks], zero and left zero
@@ -299,9 +299,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
                 }
 #pragma unroll
                 for (int j = 0; j < TILES; ++j) {
-                    const int token = min(first_token + 8 * j + g, m - 1);
                     const uint2 v = *reinterpret_cast<const uint2*>(
-                        u + (static_cast<uint64_t>(token) * parts + part) * rank + slice * 16 + 4 * t);
+                        u + ((tile % tiles_m * parts + part) * (rank / 16) + slice) * (TOKENS * 16) + (8 * j + g) * 16 + 4 * t);
 #pragma unroll
                     for (int s = 0; s < SLICES; ++s) mma(sums[s * TILES + j], rows[s], v.x, v.y);
                 }
@@ -329,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTER_THREADS, 1) adapter_input(
     const bf16* a,         // [parts rank, padded_k]
     const float* scaling,  // [parts]
     const bf16* x,         // [m, k]
-    bf16* u,               // [m, parts rank]
+    bf16* u,               // [tiles of tokens, parts rank / 16, TOKENS, 16]
     float4* partial,       // [2 blocks, ADAPTER_THREADS]
     uint32_t* counters,    // [blocks], zero and left zero
     int m, int k, int padded_k, int parts, int rank) {
@@ -384,8 +383,8 @@ extern "C" __global__ void __launch_bounds__(ADAPTER_THREADS, 1) adapter_input(
         const float scale = scaling[first_rank / rank];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int token = first_token + 8 * warp + 2 * t + e % 2;
-            if (token < m) u[token * ranks + first_rank + g + e / 2 * 8] = round_bf16(scale * sums[0][e]);
+            const int token = 8 * warp + 2 * t + e % 2;
+            u[((tile % tiles_m * ranks + first_rank) * TOKENS) + token * 16 + g + e / 2 * 8] = round_bf16(scale * sums[0][e]);
         }
     }
 }

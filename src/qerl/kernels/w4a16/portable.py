@@ -21,8 +21,9 @@ from jaxtyping import BFloat16, Int32
 from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
-from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
+from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
 from qerl.kernels.nvrtc import Kernel, kernel, zeros
+from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
 _ADAPTER_THREADS = 256  # as in portable.cu
@@ -91,56 +92,89 @@ def w4a16_portable(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
     m, k = x.shape
-    n = weight.shape[0]
-    y = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
+    plan = weight.plans.get(("portable", m, variant)) or _make_plan(weight, m, variant, x.device)
+    y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     if m == 0:
         return y
     x = _aligned(x)
-    rows = weight.padded_shape[0]
-    variant = variant or choose(m, rows, k)
-    tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
-    tiles = rows // variant.rows * -(-m // variant.tokens)
-    if variant.warps_m == 1:
-        blocks, shared = tiles, 0
-    else:  # equal shares of all tiles
-        blocks = shared = min(tiles * -(-tiles_k // variant.warps_k), variant.blocks * _multiprocessors(x.device))
-    partial = torch.empty(2 * shared * variant.tokens * variant.rows, dtype=torch.float32, device=x.device)
-    counters = zeros(x.device)
-    u, b, parts, rank = 0, 0, 0, 0
+    partial = counters = u = b = parts = rank = 0
+    if plan.shared:
+        partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+        counters = zeros(x.device)
     if adapter is not None:
-        u, b = _adapter_input(x, adapter, variant, counters), adapter.b
-        _, parts, rank = u.shape
-    # Addresses of this view in the storage: slicing tensors would cost more than the launch does.
-    weights = weight.storage.tiles.data_ptr() + weight.first_row // TILE_ROWS * tiles_k * TILE_BYTES
-    global_scale = weight.storage.global_scale.data_ptr() + weight.first_row * 4
-    _kernel("w4a16", variant, weight.scale_format, x.device).launch(
-        (blocks, 1, 1),
-        variant.threads,
-        variant.shared_bytes,
+        u, b = _adapter_input(x, adapter, plan.variant), adapter.b
+        parts, rank, _ = adapter.a.shape
+    plan.kernel.launch(
+        (plan.blocks, 1, 1), plan.variant.threads, plan.variant.shared_bytes,
         (
-            weights, global_scale, weight.tile_table, x, y, 0 if bias is None else bias.contiguous(), u, b,
-            partial, counters, m, k, n, tiles_n, parts, rank, weight.epilogue_factor,
+            plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b, partial,
+            counters, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
         ),
-        overlap=_has_overlap(x.device),
+        overlap=plan.overlap,
     )  # fmt: skip
     return y
 
 
+class _Plan(NamedTuple):
+    """What a weight and a number of tokens fix."""
+
+    variant: Variant
+    kernel: Kernel
+    blocks: int
+    shared: bool
+    partial: int
+    tiles: int
+    global_scale: int
+    table: Int32[Tensor, "tiles_n 3"]
+    n: int
+    tiles_n: int
+    factor: float
+    overlap: bool
+
+
+def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torch.device) -> _Plan:
+    rows, k = weight.padded_shape[0], weight.columns
+    v = asked or choose(m, rows, k)
+    tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
+    tiles = rows // v.rows * -(-m // v.tokens)
+    shared = v.warps_m > 1  # equal shares of all tiles; narrow ones have a block each
+    blocks = min(tiles * -(-tiles_k // v.warps_k), v.blocks * _multiprocessors(device)) if shared else tiles
+    plan = _Plan(
+        v,
+        _kernel("w4a16", v, weight.scale_format, device),
+        blocks,
+        shared,
+        2 * blocks * v.tokens * v.rows,
+        weight.tiles.data_ptr(),
+        weight.global_scale.data_ptr(),
+        weight.tile_table,
+        weight.shape[0],
+        tiles_n,
+        weight.epilogue_factor,
+        _has_overlap(device),
+    )
+    weight.plans["portable", m, asked] = plan
+    return plan
+
+
 def _adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, variant: Variant, counters: Int32[Tensor, " blocks"]
-) -> BFloat16[Tensor, "m parts r"]:
-    """u = round(scaling * (x A^T)), all parts at once."""
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, variant: Variant
+) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
+    """u = round(scaling * (x A^T)), all parts at once, in tiles of the variant's tokens; rows beyond m undefined."""
+    if _has_clusters(x.device):
+        return hopper.adapter_input(x, adapter, variant.tokens)
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     tiles = parts * rank // SLICE * -(-m // variant.tokens)
     blocks = min(tiles * -(-padded_k // (_ADAPTER_THREADS // 32 * TILE_COLUMNS)), _multiprocessors(x.device))
-    u = torch.empty(m, parts, rank, dtype=torch.bfloat16, device=x.device)
+    shape = (-(-m // variant.tokens), parts, rank // SLICE, variant.tokens, SLICE)
+    u = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
     _kernel("adapter_input", variant, "e4m3", x.device).launch(  # it is the same for every format of the weights
         (blocks, 1, 1),
         _ADAPTER_THREADS,
         _ADAPTER_THREADS * variant.tokens * 2,
-        (adapter.a, adapter.scaling, x, u, partial, counters, m, k, padded_k, parts, rank),
+        (adapter.a, adapter.scaling, x, u, partial, zeros(x.device), m, k, padded_k, parts, rank),
         overlap=_has_overlap(x.device),
     )
     return u
@@ -160,6 +194,11 @@ def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torc
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _has_clusters(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

@@ -6,18 +6,24 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of 8 blocks takes 16 ranks (one slice) of up to 64 tokens. K is dealt to its 32 warps by chunks of 64
-// columns; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
+// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its 64 warps by chunks of 64 columns;
+// the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
 //
 // Few blocks: while they wait for the kernel before, the product's blocks can start beside them.
+//
+// portable.py has u from here too, without tiles (tile_blocks = 0).
 //
 // Defines: TOKENS, SLICES (0: no adapter), E8M0 (0: no weights are decoded here).
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int THREADS = 128, CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int THREADS = SLICES ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;     // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS < 64 ? TOKENS : 64;  // tokens of a cluster
+constexpr int BATCH = TOKENS < 16 ? TOKENS : TOKENS < 128 ? 16 : 32, AHEAD = 2;  // tokens of a cluster; chunks loaded at a time
+
+__device__ __forceinline__ void load_16(uint32_t (&to)[8], const bf16* from) {  // numbers
+  *(uint4*)&to[0] = ((const uint4*)from)[0], *(uint4*)&to[4] = ((const uint4*)from)[1];
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) w4a16_prepare(
     const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a, const float* __restrict__ scaling, bf16* __restrict__ u,
@@ -47,29 +53,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) w4a16_prepare(
     const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
     const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
     float acc[BATCH / 8][4] = {};
-    const bf16* rows = a + (size_t)(16 * slice + g) * padded_k + 16 * t;
-    for (int chunk = rank * WARPS + warp; 64 * chunk < padded_k; chunk += CLUSTER * WARPS) {
-      const int column = 64 * chunk + 16 * t;
-      uint32_t f[2][8];
+    const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 16 * t, *tokens = x + (size_t)(first_token + g) * k + 16 * t;
+    for (int chunk = rank * WARPS + warp; 64 * chunk < padded_k; chunk += AHEAD * CLUSTER * WARPS) {
+      uint32_t f[AHEAD][2][8] = {}, v[AHEAD][BATCH / 8][8] = {};
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint4* row = (const uint4*)(rows + (size_t)8 * i * padded_k + 64 * chunk);
-        *(uint4*)&f[i][0] = row[0], *(uint4*)&f[i][4] = row[1];
+      for (int i = 0; i < AHEAD; i++) {
+        const int column = 64 * (chunk + i * CLUSTER * WARPS);
+        if (column + 16 * t >= k) continue;
+        load_16(f[i][0], rows + column), load_16(f[i][1], rows + (size_t)8 * padded_k + column);
+#pragma unroll
+        for (int q = 0; q < BATCH / 8; q++)
+          if (first_token + 8 * q + g < m) load_16(v[i][q], tokens + (size_t)8 * q * k + column);
       }
 #pragma unroll
-      for (int q = 0; q < BATCH / 8; q++) {
-        const int token = first_token + 8 * q + g;
-        uint32_t v[8] = {};
-        if (token < m && column < k) {
-          const uint4* row = (const uint4*)(x + (size_t)token * k + column);
-          *(uint4*)&v[0] = row[0], *(uint4*)&v[4] = row[1];
-        }
+      for (int i = 0; i < AHEAD; i++)
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-          const uint32_t fragment[4] = {f[0][2 * w], f[1][2 * w], f[0][2 * w + 1], f[1][2 * w + 1]};
-          mma(acc[q], fragment, v[2 * w], v[2 * w + 1]);
+          const uint32_t fragment[4] = {f[i][0][2 * w], f[i][1][2 * w], f[i][0][2 * w + 1], f[i][1][2 * w + 1]};
+#pragma unroll
+          for (int q = 0; q < BATCH / 8; q++) mma(acc[q], fragment, v[i][q][2 * w], v[i][q][2 * w + 1]);
         }
-      }
     }
 #pragma unroll
     for (int q = 0; q < BATCH / 8; q++)
