@@ -65,19 +65,26 @@ class Variant(NamedTuple):
         }
 
 
-# The blocks of a cluster split K; two blocks to a multiprocessor, so that one computes while the other begins or ends.
-VARIANTS = (
-    *(Variant(tokens, cluster, blocks=2) for tokens in (16, 32, 64) for cluster in (1, 4)),
-    *(Variant(128, cluster, blocks=1) for cluster in (1, 2)),
+# Two blocks to a multiprocessor, so that one computes while the other begins or ends, where shared memory allows it.
+# Blocks of a cluster split K: (most rows of tiles, cluster) for weights with too few to go round. The sizes are those of
+# which an H200 runs enough clusters at once.
+_BLOCKS = {16: 2, 32: 2, 64: 2, 128: 1}
+_CLUSTERS = {2: ((32, 8), (44, 5), (66, 4)), 1: ((32, 4), (36, 3), (66, 2))}
+VARIANTS = tuple(
+    Variant(tokens, cluster, blocks)
+    for tokens, blocks in _BLOCKS.items()
+    for cluster in (1, *(cluster for _, cluster in _CLUSTERS[blocks]))
 )
 
 
 def choose(m: int, supertiles: int, chunks: int) -> Variant:
     """The variant for m tokens and a weight of 128 * supertiles rows, 64 * chunks columns (as measured on an H200)."""
-    few = m <= 128 and supertiles <= 66 and chunks <= 128  # tiles: not enough for all multiprocessors
-    if m > 64:
-        return Variant(128, cluster=2 if few else 1, blocks=1)
-    return Variant(next(t for t in (16, 32, 64) if m <= t), cluster=4 if few else 1, blocks=2)
+    tokens = next((t for t in _BLOCKS if m <= t), 128)
+    blocks = _BLOCKS[tokens]
+    cluster = next((c for most, c in _CLUSTERS[blocks] if supertiles <= most), 1) if m <= 128 else 1
+    if chunks > 128 and supertiles * cluster < 100 * blocks:
+        cluster = 1  # so much work that idle multiprocessors cost more than sharing tiles through memory
+    return Variant(tokens, cluster, blocks)
 
 
 def w4a16_hopper(
@@ -180,7 +187,8 @@ class _Launch(NamedTuple):
         if v.cluster == 1:
             # Not worth the sums' way through memory where whole tiles keep all but a few blocks busy.
             shared_tiles = 0 if -(-tiles // most) * most <= 1.2 * tiles else tiles % most
-            sharers = min(most, shared_tiles * (plan.steps + plan.slices // _STEP_CHUNKS))
+            # Who comes last reads the sums of all that share a tile, one after the other: not more than four.
+            sharers = min(most, shared_tiles * min(4, plan.steps + plan.slices // _STEP_CHUNKS))
             blocks = min(tiles, most) if tiles >= most or not sharers else sharers
         partial = _round_up(x_bytes + token_tiles * plan.parts * plan.slices * v.tokens * 2 * SLICE, 256)
         return cls(
