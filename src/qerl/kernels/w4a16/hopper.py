@@ -66,8 +66,8 @@ class Variant(NamedTuple):
 
 
 # Two blocks to a multiprocessor, so that one computes while the other begins or ends, where shared memory allows it.
-# Blocks of a cluster split K: (most rows of tiles, cluster) for weights with too few to go round. The sizes are those of
-# which an H200 runs enough clusters at once.
+# Blocks of a cluster split K: (most rows of tiles, cluster) for weights with too few to go round. The sizes are those
+# of which an H200 runs enough clusters at once.
 _BLOCKS = {16: 2, 32: 2, 64: 2, 128: 1}
 _CLUSTERS = {2: ((32, 8), (44, 5), (66, 4)), 1: ((32, 4), (36, 3), (66, 2))}
 VARIANTS = tuple(

@@ -13,7 +13,8 @@
 // block, and a product has the same bits each time.
 //
 // Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
-// kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it.
+// kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
+// the previous kernel is the one that computes u: it lets this one start when x is there, and only u is waited for.
 //
 // x of up to 8 tokens comes from global memory to registers, a chunk ahead; that of more goes through shared memory
 // (cp.async, STAGES stages of CHUNKS chunks a warp), where the warps of a q find the same. A chunk's rows are 128
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (chunks_left > d * WARPS_K) ring[d] = load_chunk(codes + d * STRIDE, scales + d * STRIDE);
-        if (is_first) wait_for_previous_kernel();
+        if (is_first && u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
         is_first = false;
 
         // x of up to 8 tokens. A lane that has no columns (left) keeps those of an earlier chunk, or zeros.
@@ -287,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
             }
         }
         if (u != nullptr) {
+            wait_for_previous_kernel();
             for (int slice = 0; slice < rank / 16; ++slice) {  // lane t: ranks 4 t .. 4 t + 3 of u and B
                 uint32_t rows[SLICES][4];
 #pragma unroll

@@ -28,8 +28,10 @@ __device__ __forceinline__ void load_16(uint32_t (&to)[8], const bf16* from) {  
 extern "C" __global__ void __launch_bounds__(THREADS) w4a16_prepare(
     const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a, const float* __restrict__ scaling, bf16* __restrict__ u,
     int m, int k, int chunks, int padded_k, int parts, int tile_blocks, int pieces) {
-  launch_dependents();
+  // A product that has its x from elsewhere may begin when x is there: it waits for u only.
+  if (tile_blocks > 0) launch_dependents();
   wait_for_previous_kernels();
+  if (tile_blocks == 0) launch_dependents();
   if (blockIdx.x < tile_blocks) {
     for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces; first += tile_blocks * TURNS * THREADS) {
       uint32_t v[TURNS][4];
