@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "engine"))
-from tiny_policies import CONFIGS, assert_as_exact_as_transformers, policy, requests, scatter_adapters
+from tiny_policies import CONFIGS, assert_as_exact_as_transformers, gap, policy, requests, scatter_adapters
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import build_engine
@@ -37,6 +37,18 @@ def test_a_full_house_gives_what_one_slot_gives() -> None:
     )
     for group, other in zip(crowded, alone, strict=True):
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(greedy=True), SamplingParams(temperature=1.3, top_k=40, top_p=0.9)])
+def test_greedy_and_truncated_logprobs_are_those_of_transformers(params: SamplingParams) -> None:
+    """In fp32; on a GPU the draw is the fused kernel's."""
+    model = policy("qwen3", device="cuda")
+    engine, asked = build_engine(model, eos_ids=(), config=RolloutConfig()), requests(6, 21, samples=4)
+    results = engine.generate(asked, params)
+    assert gap(model, asked, results, None, temperature=params.temperature) <= 1e-4
+    assert engine.generate(asked, params) == results
+    for group in results:
+        assert all((c.token_ids == group[0].token_ids) == params.greedy for c in group[1:])
 
 
 @pytest.mark.parametrize("per", ["rollout", "completion"])

@@ -69,7 +69,8 @@ class PagedEngine:
             norms = decoder.norms
             rows = norms.shared if noise == draw else norms.gains([norms.stream(0)], noise)
             attend = PromptAttention([len(tokens)], decoder.device)
-            return decoder.logits(decoder.forward(tokens, positions, Gains(rows), attend, adapter_gain=adapter_gain))
+            hidden = decoder.forward(tokens, positions, Gains(rows), attend, adapter_gain=adapter_gain)
+            return decoder.logits(hidden).float()
 
         return probe(logits, draw, largest_b, num_noised, len(decoder.norms.clean))
 

@@ -118,9 +118,9 @@ class Decoder:
             x = x + layer.down(F.silu(gate) * up, adapter_gain)[0]
         return rms_norm(x, final_norm, self._eps)
 
-    def logits(self, hidden: Float[Tensor, "t h"]) -> Float32[Tensor, "t v"]:
-        """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py), then fp32."""
-        return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias).float()
+    def logits(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:
+        """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py)."""
+        return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias)
 
 
 def unsupported(model: nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from qerl.engine.attention import DecodeAttention, PromptAttention
@@ -28,8 +28,9 @@ from qerl.engine.graphs import StepRunner
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
-from qerl.engine.sampler import Sampled, sample, signed_key
+from qerl.engine.sampler import sample, signed_key
 from qerl.engine.scheduler import Group, Running
+from qerl.kernels.sample import Sampled
 from qerl.types import Completion, SamplingParams
 
 STEPS_PER_LOOK = {"cpu": 1}
@@ -84,7 +85,7 @@ class Runner:
         self._decoder, self._cache, self._sampling = decoder, cache, sampling
         self._eos_ids = frozenset(eos_ids)
         self._eos = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=decoder.device)
-        self._prompt_logits: dict[int, Float32[Tensor, " v"]] = {}
+        self._prompt_logits: dict[int, Float[Tensor, " v"]] = {}
         self._steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
         self._spare_page = spare_page
         self._steps = StepRunner(

@@ -8,29 +8,20 @@ The Gumbel number of vocabulary entry v is philox.gumbel at key = the completion
 completion has so far. It depends on nothing else, so a completion stays the same whatever else is in the batch, as long
 as its logits do. Logprobs are taken before truncation: they compare with the trainer's, which knows of none.
 
-Called by the runner once a decode step, for all slots at once, and by engine/hf.py. No transfer between host and
-device. Leaves out repetition penalties and other edits of the logits: the trainer's policy has none.
+kernels/sample draws: on a GPU it reads the logits once. Truncation ranks the vocabulary before, in PyTorch, and hands
+over a mask. Called by the runner once a decode step, for all slots at once, and by engine/hf.py. No transfer between
+host and device. Leaves out repetition penalties and other edits of the logits: the trainer's policy has none.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from qerl import philox
+from qerl.kernels.sample import Sampled
+from qerl.kernels.sample import sample as draw
 from qerl.types import SamplingParams
-
-
-class Sampled(NamedTuple):
-    """One token a row, with the statistics of the distribution before truncation."""
-
-    tokens: Int64[Tensor, " b"]
-    logprobs: Float32[Tensor, " b"]
-    entropies: Float32[Tensor, " b"]
-    """In nats."""
 
 
 def sample(
@@ -41,16 +32,11 @@ def sample(
     seeds: the completions' 64-bit keys, as signed numbers; counts: how many tokens each completion has so far.
     Ties of greedy decoding, and at the edge of top-k or top-p, go to the lower token id.
     """
-    logprobs = torch.log_softmax(logits.float() / params.temperature, dim=-1)
-    entropies = -(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(-1)  # a logit of -inf adds 0, not 0 * inf
-    if params.greedy:
-        tokens = logprobs.argmax(-1)
-    else:
-        scores = logprobs + philox.gumbel(seeds, counts, logits.shape[-1])
-        if params.truncates:
-            scores = scores.masked_fill(~kept_tokens(logprobs, params), -torch.inf)
-        tokens = scores.argmax(-1)
-    return Sampled(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], entropies)
+    temperatures = torch.full(logits.shape[:1], params.temperature, device=logits.device)
+    kept = None
+    if params.truncates and not params.greedy:
+        kept = kept_tokens((logits.float() / params.temperature).log_softmax(-1), params)
+    return draw(logits, temperatures, seeds, counts, greedy=params.greedy, kept=kept)
 
 
 def kept_tokens(logprobs: Float32[Tensor, "b v"], params: SamplingParams) -> Bool[Tensor, "b v"]:
