@@ -144,6 +144,7 @@ def test_the_driver_reads_what_was_meant(monkeypatch, cluster, overlap):
     monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=call))
     monkeypatch.setattr(nvrtc, "_load", lambda *_: (ctypes.c_void_p(1), ctypes.c_void_p(2)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0x7F00_0000_1230, raising=False)
     x = torch.zeros(1)
     loaded = nvrtc.Kernel(b"", "f", "PiPfq", torch.device("cuda", 0), cluster)
@@ -156,6 +157,28 @@ def test_the_driver_reads_what_was_meant(monkeypatch, cluster, overlap):
         "function": 2,
         "args": [x.data_ptr(), -7, 0, 2.5, -(1 << 40)],
     } | ({"cluster": (2, 1, 1)} if cluster == 2 else {}) | ({"overlap": 1} if overlap else {})
+
+
+@pytest.mark.parametrize(
+    "nodes, status, overlaps",
+    [([0], 0, True), ([0, 0], 0, True), ([0, 2], 0, False), ([], 0, False), ([0], 913, False)],
+)
+def test_a_capture_overlaps_kernels_only(monkeypatch, nodes, status, overlaps):
+    """nodes: the kinds of those that the next one waits for; 0 is a kernel, 2 a memset."""
+    waiting = (ctypes.c_void_p * len(nodes))(*range(1, len(nodes) + 1))
+
+    def info(stream, capture_status, number, graph, found, count):
+        assert stream.value == 42
+        found._obj.contents, count._obj.value = waiting if nodes else ctypes.c_void_p(), len(nodes)
+        return status
+
+    def kind_of(node, kind):
+        kind._obj.value = nodes[node.value - 1]
+        return 0
+
+    driver = SimpleNamespace(cuStreamGetCaptureInfo_v2=info, cuGraphNodeGetType=kind_of)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    assert nvrtc._follows_kernels(42) is overlaps
 
 
 PORTABLE = [(portable.SOURCE, v.defines(f)) for v in portable.VARIANTS for f in ("e4m3", "e8m0")]

@@ -74,7 +74,8 @@ def test_input_gradient_with_several_global_scales(device):
     weight, dense = make((128, 64), 64, device, shared=False)
     dy = draw(5, 192, seed=1).to(device, torch.bfloat16)
     dx = w4a16_input_grad(dy, weight)
-    assert torch.allclose(dx.double(), dy.double() @ dense, rtol=0.02, atol=0.02)
+    expected = dy.double() @ dense  # dy is rounded once more with the scales
+    assert (dx.double() - expected).norm() < 4e-3 * expected.norm()
 
 
 def test_rows_with_scales_of_their_own(device):

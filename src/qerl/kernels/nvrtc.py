@@ -171,6 +171,7 @@ _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 _CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes, count
 _ATTRIBUTE = struct.Struct("@I4x3I52x")  # CUlaunchAttribute: id, value (a union of 64 bytes)
@@ -213,7 +214,7 @@ class Kernel:
         says, a tensor standing for its address (the caller has checked device, dtype and strides, and keeps it alive
         as for any of torch's kernels: the caching allocator does the rest). `overlap` lets it start before the
         previous kernel of the stream has ended: the kernel itself must wait (griddepcontrol.wait) before it reads
-        what that one writes. RuntimeError with the driver's words.
+        what that one writes. In a graph capture it counts only behind kernels. RuntimeError with the driver's words.
         """
         index = self._device
         if torch.cuda.current_device() != index:
@@ -221,6 +222,8 @@ class Kernel:
                 return self.launch(grid, block, shared, args, overlap=overlap)
         values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
         stream = current_stream(index)
+        if overlap and torch.cuda.is_current_stream_capturing():
+            overlap = _follows_kernels(stream)
         count = self._always + overlap
         with self._lock:
             self._pack_values(self._values, 0, *values)
@@ -247,6 +250,32 @@ def capture_id(stream: int) -> int:
         )
     )
     return number.value
+
+
+def _follows_kernels(stream: int) -> bool:
+    """Whether all that a capture's next node waits for are kernels.
+
+    A programmatic edge of a graph is defined between kernels; what it would be behind a copy or a memset is not said.
+    (Streams are: there the launch waits.)
+    """
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    nodes, count, kind = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t(), ctypes.c_int()
+    driver, by_reference = _driver(), ctypes.byref
+    failed = driver.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream),
+        by_reference(status),
+        by_reference(number),
+        by_reference(graph),
+        by_reference(nodes),
+        by_reference(count),
+    )
+    if failed or count.value == 0:
+        return False
+    for i in range(count.value):
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(nodes[i]), by_reference(kind)))
+        if kind.value != _KERNEL_NODE:
+            return False
+    return True
 
 
 def kernel(
@@ -313,7 +342,14 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-# --- counters --------------------------------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Rows next to each other, at an address for 16-byte loads (rows are multiples of 16 bytes)."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
 
 _COUNTERS = 4096  # more than any of our kernels starts blocks, or warps that share a tile
 _zeros: dict[tuple[torch.device, int, int], Tensor] = {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, kernel, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, kernel, zeros
 
 _FOLDER = Path(__file__).parent
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
@@ -101,8 +101,10 @@ def w4a16_hopper(
     slices = 0 if adapter is None else adapter.b.shape[0]
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
-    x = x.contiguous()
-    tiles = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device).data_ptr()
+    x = aligned(x)
+    counters = zeros(x.device) if launch.sharers else 0
+    workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
+    tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
     a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
     chunks = plan.steps * _STEP_CHUNKS
@@ -118,7 +120,7 @@ def w4a16_hopper(
         (launch.blocks, 1, 1), _THREADS, plan.variant.stages * plan.variant.stage_bytes + 1024,
         (
             plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
-            partial, zeros(x.device) if launch.sharers else 0, m, plan.n, plan.supertiles, plan.chunks,
+            partial, counters, m, plan.n, plan.supertiles, plan.chunks,
             launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
         ),
         overlap=True,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, kernel, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, kernel, zeros
 from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
@@ -96,7 +96,7 @@ def w4a16_portable(
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     if m == 0:
         return y
-    x = _aligned(x)
+    x = aligned(x)
     partial = counters = u = b = parts = rank = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
@@ -178,12 +178,6 @@ def _adapter_input(
         overlap=_has_overlap(x.device),
     )
     return u
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Rows next to each other, at an address for 16-byte loads (K is a multiple of 16)."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @cache
