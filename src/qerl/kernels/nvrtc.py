@@ -352,7 +352,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 _COUNTERS = 4096  # more than any of our kernels starts blocks, or warps that share a tile
-_zeros: dict[tuple[torch.device, int, int], Tensor] = {}
+_zeros: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 
 def zeros(device: torch.device) -> Tensor:
@@ -360,11 +360,13 @@ def zeros(device: torch.device) -> Tensor:
 
     Kernels on one stream follow each other and share them; each stream has its own. So has each stream of each graph
     capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
-    once for all its kernels. They stay for the life of the process, 16 KiB each.
+    once for all its kernels, and the memory is the graph's; here it is held until the stream's next capture.
     """
     stream = current_stream(device.index)
-    key = (device, stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0)
-    counters = _zeros.get(key)
-    if counters is None:
-        counters = _zeros[key] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    capture = capture_id(stream) if capturing else 0
+    number, counters = _zeros.get((device, stream, capturing), (-1, None))
+    if counters is None or number != capture:
+        counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        _zeros[device, stream, capturing] = capture, counters
     return counters
