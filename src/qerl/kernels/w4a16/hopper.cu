@@ -1,288 +1,333 @@
-// w4a16 on sm_90a for more than a few tokens: y[m, n] = scale[n] sum_k x[m, k] W[n, k] + bias[n] + sum_r u[m, r] B[n, r]
+// w4a16 on sm_90a, for more than a few tokens:
 //
-// A block computes 128 rows of W, one row of packed tiles, for TOKENS tokens. Steps of K, two chunks of 64 columns each, pass
-// through a ring of STAGES in shared memory: one thread copies, two warpgroups compute.
+//     y[m, n] = scale[n] sum_k x[m, k] W[n, k] + bias[n] + sum_r u[m, r] B[n, r]
 //
-//   producer   weights as they are stored, x as prepare.cu lays it out: two bulk copies a step, no tensor map
-//   consumer   64 rows x 64 columns of W at a time: 16 + 2 bytes a thread -> 32 weights in registers (decode.cuh), the A
-//              operand of four wgmma; the tokens in shared memory are its N. There are two fragment buffers, so that the
-//              next decode runs while the tensor cores work: a wgmma with A in registers takes 32 + TOKENS / 2 cycles
-//              (measured), a decode about 80 instructions a warp.
+// A block computes 128 rows of W, one row of packed tiles, for TOKENS tokens. Steps of K, two chunks of 64 columns each,
+// pass through a ring of STAGES in shared memory: one thread copies, two warpgroups compute.
 //
-// A tile is the steps of K, then the adapter's, which bring bf16 rows of B and u for mma.sync: its sums are laid out as a
-// warp's share of wgmma's. The sums are scaled in between. Work is dealt in one of two ways:
+//     producer   weights as they are stored, x as prepare.cu lays it out: two bulk copies a step, no tensor map
+//     consumer   64 rows x 64 columns of W at a time: 16 + 2 bytes a thread -> 32 weights in registers (decode.cuh),
+//                the A operand of four wgmma; the tokens in shared memory are its N. There are two fragment buffers, so
+//                that the next decode runs while the tensor cores work: a wgmma with A in registers takes
+//                32 + TOKENS / 2 cycles (measured), a decode about 80 instructions a warp.
 //
-//   CLUSTER > 1    small products. The blocks of a cluster split the steps of one tile, and add their sums through each
-//                  other's shared memory.
-//   CLUSTER = 1    large products. Blocks take equal shares of the steps of the first `shared_tiles` tiles (stream-K), then
-//                  whole tiles in turn. Where a tile is shared, each warp stores its partial sums and draws a ticket; the
-//                  last adds all. No block waits for another.
+// A tile is the steps of K, then the adapter's, which bring bf16 rows of B and u for mma.sync: its sums are laid out as
+// a warp's share of wgmma's. The sums are scaled in between. Work is dealt in one of two ways:
+//
+//     CLUSTER > 1   small products. The blocks of a cluster split the steps of one tile, and add their sums through each
+//                   other's shared memory.
+//     CLUSTER = 1   large products. Blocks take equal shares of the steps of the first `shared_tiles` tiles (stream-K),
+//                   then whole tiles in turn. Where a tile is shared, each warp stores its partial sums and draws a
+//                   ticket; the last adds all. No block waits for another.
 //
 // Either way sums are added in the order of k: the same input gives the same bits.
 //
 // Launched with programmatic dependence: weights are loaded before griddepcontrol.wait, everything that an earlier
 // kernel may have written (x, u, B, counters) after it, and nothing is written before it.
 //
-// Defines: TOKENS (16, 32, 64, 128), STAGES, CLUSTER, BLOCKS (to a multiprocessor), REGISTERS (of a consumer thread), SLICES
-// (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
+// Defines: TOKENS (16, 32, 64, 128), STAGES, CLUSTER, BLOCKS (to a multiprocessor), REGISTERS (of a consumer thread),
+// SLICES (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
 #include "decode.cuh"
 #include "hopper.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128, PRODUCER_REGISTERS = BLOCKS == 1 ? 40 : 32;
 constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp
-constexpr int CHUNKS = 2, X_BYTES = CHUNKS * TOKENS * 128, W_BYTES = CHUNKS * TILE_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int CHUNKS = 2, X_BYTES = CHUNKS * TOKENS * 128, W_BYTES = CHUNKS * TILE_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int U_BYTES = TOKENS * 32, B_BYTES = 128 * 32;  // a slice of 16 ranks
 static_assert(STAGE_BYTES % 1024 == 0 && SLICES % CHUNKS == 0, "");
 static_assert(CLUSTER == 1 || CONSUMERS * PIECES * 16 <= STAGES * STAGE_BYTES, "sums are handed over in the ring");
 
-struct Segment { int tile, begin, end; };
+struct Segment {
+    int tile, begin, end;
+};
 
 // The steps of one block, in order; producer and consumers walk it alike.
 struct Schedule {
-  int steps, tiles, position, stop, next_tile;
-  __device__ Schedule(int steps, int tiles, int shared_tiles, int sharers) : steps(steps), tiles(tiles) {
-    const int total = CLUSTER > 1 ? steps : shared_tiles * steps, among = CLUSTER > 1 ? CLUSTER : sharers;
-    position = share(blockIdx.x % (CLUSTER > 1 ? CLUSTER : gridDim.x), total, among);
-    stop = share(blockIdx.x % (CLUSTER > 1 ? CLUSTER : gridDim.x) + 1, total, among);
-    next_tile = CLUSTER > 1 ? blockIdx.x / CLUSTER : shared_tiles + blockIdx.x;
-  }
-  static __device__ int share(int i, int total, int among) { return among ? (int)((long long)min(i, among) * total / among) : 0; }
-  __device__ bool next(Segment& s) {
-    if (CLUSTER == 1 && position < stop) {
-      s.tile = position / steps, s.begin = position - s.tile * steps, s.end = min(steps, s.begin + stop - position);
-      position += s.end - s.begin;
-      return true;
+    int steps, tiles, position, stop, next_tile;
+    __device__ Schedule(int steps, int tiles, int shared_tiles, int sharers) : steps(steps), tiles(tiles) {
+        const int total = CLUSTER > 1 ? steps : shared_tiles * steps, among = CLUSTER > 1 ? CLUSTER : sharers;
+        position = share(blockIdx.x % (CLUSTER > 1 ? CLUSTER : gridDim.x), total, among);
+        stop = share(blockIdx.x % (CLUSTER > 1 ? CLUSTER : gridDim.x) + 1, total, among);
+        next_tile = CLUSTER > 1 ? blockIdx.x / CLUSTER : shared_tiles + blockIdx.x;
     }
-    s.tile = next_tile, s.begin = CLUSTER > 1 ? position : 0, s.end = CLUSTER > 1 ? stop : steps;
-    next_tile += CLUSTER > 1 ? tiles : gridDim.x;  // a cluster has one tile
-    return s.tile < tiles;
-  }
+    static __device__ int share(int i, int total, int among) {
+        return among ? (int)((long long)min(i, among) * total / among) : 0;
+    }
+    __device__ bool next(Segment& s) {
+        if (CLUSTER == 1 && position < stop) {
+            s.tile = position / steps, s.begin = position - s.tile * steps,
+            s.end = min(steps, s.begin + stop - position);
+            position += s.end - s.begin;
+            return true;
+        }
+        s.tile = next_tile, s.begin = CLUSTER > 1 ? position : 0, s.end = CLUSTER > 1 ? stop : steps;
+        next_tile += CLUSTER > 1 ? tiles : gridDim.x;  // a cluster has one tile
+        return s.tile < tiles;
+    }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16_hopper(
-    const uint8_t* __restrict__ weights,  // [supertiles, chunks, 4608]
-    const uint8_t* __restrict__ x,        // [token tiles, steps of K, 2, TOKENS, 64] bf16, by prepare.cu
-    const uint8_t* __restrict__ u,        // [token tiles, parts, SLICES, TOKENS, 16] bf16, by prepare.cu
-    const uint8_t* __restrict__ b,        // [SLICES, 128 supertiles, 16] bf16
-    const float* __restrict__ row_scale,  // [128 supertiles]
-    const int* __restrict__ table,        // [supertiles, 3]: first output column, rows, part
-    const bf16* __restrict__ bias,        // [n], or null
-    bf16* __restrict__ y,                 // [m, n]
-    float* __restrict__ partial,          // [blocks, 2, 128 * TOKENS]
-    int* __restrict__ counters,           // [shared_tiles, WARPS]: zero before and after
-    int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers, float factor) {
-  extern __shared__ uint8_t raw[];
-  __shared__ uint64_t full[STAGES], empty[STAGES], sums_there, sums_read;
-  const uint32_t ring = (shared_address(raw) + 1023) & ~1023u, fulls = shared_address(full), empties = shared_address(empty);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(fulls + 8 * i, 1), barrier_init(empties + 8 * i, WARPS);
-    if (CLUSTER > 1) barrier_init(shared_address(&sums_there), CLUSTER * WARPS), barrier_init(shared_address(&sums_read), CLUSTER * WARPS);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (CLUSTER > 1) cluster_sync();  // others arrive at our barriers
-  const int k_steps = (chunks + CHUNKS - 1) / CHUNKS;
-  Schedule schedule(k_steps + SLICES / CHUNKS, supertiles * token_tiles, shared_tiles, sharers);
-  Segment s;
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    w4a16_hopper(const uint8_t* __restrict__ weights,  // [supertiles, chunks, 4608]
+                 const uint8_t* __restrict__ x,        // [token tiles, steps of K, 2, TOKENS, 64] bf16, by prepare.cu
+                 const uint8_t* __restrict__ u,        // [token tiles, parts, SLICES, TOKENS, 16] bf16, by prepare.cu
+                 const uint8_t* __restrict__ b,        // [SLICES, 128 supertiles, 16] bf16
+                 const float* __restrict__ row_scale,  // [128 supertiles]
+                 const int* __restrict__ table,        // [supertiles, 3]: first output column, rows, part
+                 const bf16* __restrict__ bias,        // [n], or null
+                 bf16* __restrict__ y,                 // [m, n]
+                 float* __restrict__ partial,          // [blocks, 2, 128 * TOKENS]
+                 int* __restrict__ counters,           // [shared_tiles, WARPS]: zero before and after
+                 int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers,
+                 float factor) {
+    extern __shared__ uint8_t raw[];
+    __shared__ uint64_t full[STAGES], empty[STAGES], sums_there, sums_read;
+    const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
+    const uint32_t fulls = shared_address(full), empties = shared_address(empty);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) barrier_init(fulls + 8 * i, 1), barrier_init(empties + 8 * i, WARPS);
+        if (CLUSTER > 1) {
+            barrier_init(shared_address(&sums_there), CLUSTER * WARPS);
+            barrier_init(shared_address(&sums_read), CLUSTER * WARPS);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (CLUSTER > 1) cluster_sync();  // others arrive at our barriers
+    const int k_steps = (chunks + CHUNKS - 1) / CHUNKS;
+    Schedule schedule(k_steps + SLICES / CHUNKS, supertiles * token_tiles, shared_tiles, sharers);
+    Segment s;
 
-  if (warp >= WARPS) {
-    give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x != CONSUMERS) return;
-    launch_dependents();
-    int stage = 0, phase = 1;
-    bool filling = true;  // the ring for the first time
-    auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1, filling = false; };
-    auto weights_of = [&](int step) { return weights + ((size_t)(s.tile / token_tiles) * chunks + step * CHUNKS) * TILE_BYTES; };
-    auto copy_weights = [&](const uint8_t* from, uint32_t to, uint32_t barrier) {
-      barrier_expect(barrier, X_BYTES + W_BYTES);
-      bulk_copy(to + X_BYTES, from, W_BYTES, barrier);
+    if (warp >= WARPS) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x != CONSUMERS) return;
+        launch_dependents();
+        int stage = 0, phase = 1;
+        bool filling = true;  // the ring for the first time
+        auto advance = [&] {
+            if (++stage == STAGES) stage = 0, phase ^= 1, filling = false;
+        };
+        auto weights_of = [&](int step) {
+            return weights + ((size_t)(s.tile / token_tiles) * chunks + step * CHUNKS) * TILE_BYTES;
+        };
+        auto copy_weights = [&](const uint8_t* from, uint32_t to, uint32_t barrier) {
+            barrier_expect(barrier, X_BYTES + W_BYTES);
+            bulk_copy(to + X_BYTES, from, W_BYTES, barrier);
+        };
+        // The last chunk of an odd number, twice: the second time, x is zero.
+        auto copy_last_chunk = [&](uint32_t to, uint32_t barrier) {
+            barrier_expect(barrier, X_BYTES + W_BYTES);
+            for (int c = 0; c < 2; c++)
+                bulk_copy(to + X_BYTES + c * TILE_BYTES, weights_of(k_steps - 1), TILE_BYTES, barrier);
+        };
+        auto copy_adapter = [&](int slice, uint32_t to, uint32_t barrier) {
+            const int supertile = s.tile / token_tiles, token_tile = s.tile % token_tiles;
+            barrier_expect(barrier, CHUNKS * (U_BYTES + B_BYTES));
+            bulk_copy(to, u + (((size_t)token_tile * parts + table[3 * supertile + 2]) * SLICES + slice) * U_BYTES,
+                      CHUNKS * U_BYTES, barrier);
+            for (int c = 0; c < CHUNKS; c++)
+                bulk_copy(to + X_BYTES + c * B_BYTES, b + ((size_t)(slice + c) * supertiles + supertile) * B_BYTES,
+                          B_BYTES, barrier);
+        };
+        const int whole_steps = chunks / CHUNKS;
+        // The ring is empty: fill it with weights, then wait for the kernels before this one, then bring their results.
+        Schedule ahead = schedule;
+        for (int i = 0; i < STAGES && ahead.next(s);)
+            for (int step = s.begin; step < s.end && i < STAGES; step++, i++) {
+                if (step < whole_steps)
+                    copy_weights(weights_of(step), ring + i * STAGE_BYTES, fulls + 8 * i);
+                else if (step < k_steps)
+                    copy_last_chunk(ring + i * STAGE_BYTES, fulls + 8 * i);
+            }
+        wait_for_previous_kernels();
+        while (schedule.next(s)) {
+            const uint8_t *from = weights_of(s.begin),
+                          *x_from = x + ((size_t)(s.tile % token_tiles) * k_steps + s.begin) * X_BYTES;
+            int step = s.begin;
+#pragma unroll 1
+            for (const int end = min(s.end, whole_steps); step < end;
+                 step++, from += W_BYTES, x_from += X_BYTES, advance()) {
+                const uint32_t to = ring + stage * STAGE_BYTES, barrier = fulls + 8 * stage;
+                if (!filling) {
+                    barrier_wait(empties + 8 * stage, phase);
+                    copy_weights(from, to, barrier);
+                }
+                bulk_copy(to, x_from, X_BYTES, barrier);
+            }
+            for (; step < s.end; step++, advance()) {
+                const uint32_t to = ring + stage * STAGE_BYTES, barrier = fulls + 8 * stage;
+                if (!filling) barrier_wait(empties + 8 * stage, phase);
+                if (step < k_steps) {
+                    if (!filling) copy_last_chunk(to, barrier);
+                    bulk_copy(to, x_from, X_BYTES, barrier);
+                } else if (SLICES > 0) {
+                    copy_adapter((step - k_steps) * CHUNKS, to, barrier);
+                }
+            }
+        }
+        return;
+    }
+
+    take_registers<REGISTERS>();
+    const int g = lane / 4, t = lane % 4, first_row = warp * 16;  // a warp's 16 rows
+    const uint32_t codes_at = X_BYTES + warp * 512 + 16 * lane, scales_at = X_BYTES + CODE_BYTES + warp * 64 + 2 * lane;
+    int stage = 0, phase = 0, last = 0;
+    auto advance = [&] {
+        last = stage;
+        if (++stage == STAGES) stage = 0, phase ^= 1;
     };
-    auto copy_last_chunk = [&](uint32_t to, uint32_t barrier) {  // of an odd number, twice: the second time, x is zero
-      barrier_expect(barrier, X_BYTES + W_BYTES);
-      for (int c = 0; c < 2; c++) bulk_copy(to + X_BYTES + c * TILE_BYTES, weights_of(k_steps - 1), TILE_BYTES, barrier);
+    auto release = [&](int which) {
+        if (lane == 0) barrier_arrive(empties + 8 * which);
     };
-    auto copy_adapter = [&](int slice, uint32_t to, uint32_t barrier) {
-      const int supertile = s.tile / token_tiles, token_tile = s.tile % token_tiles;
-      barrier_expect(barrier, CHUNKS * (U_BYTES + B_BYTES));
-      bulk_copy(to, u + (((size_t)token_tile * parts + table[3 * supertile + 2]) * SLICES + slice) * U_BYTES, CHUNKS * U_BYTES, barrier);
-      for (int c = 0; c < CHUNKS; c++)
-        bulk_copy(to + X_BYTES + c * B_BYTES, b + ((size_t)(slice + c) * supertiles + supertile) * B_BYTES, B_BYTES, barrier);
-    };
-    const int whole_steps = chunks / CHUNKS;
-    // The ring is empty: fill it with weights, then wait for the kernels before this one, then bring their results.
-    Schedule ahead = schedule;
-    for (int i = 0; i < STAGES && ahead.next(s);)
-      for (int step = s.begin; step < s.end && i < STAGES; step++, i++) {
-        if (step < whole_steps) copy_weights(weights_of(step), ring + i * STAGE_BYTES, fulls + 8 * i);
-        else if (step < k_steps) copy_last_chunk(ring + i * STAGE_BYTES, fulls + 8 * i);
-      }
-    wait_for_previous_kernels();
+    float acc[TOKENS / 2];
+    uint32_t a[CHUNKS][4][4];
     while (schedule.next(s)) {
-      const uint8_t *from = weights_of(s.begin), *x_from = x + ((size_t)(s.tile % token_tiles) * k_steps + s.begin) * X_BYTES;
-      int step = s.begin;
+        const int supertile = s.tile / token_tiles, m0 = s.tile % token_tiles * TOKENS, k_end = min(s.end, k_steps);
 #pragma unroll 1
-      for (const int end = min(s.end, whole_steps); step < end; step++, from += W_BYTES, x_from += X_BYTES, advance()) {
-        const uint32_t to = ring + stage * STAGE_BYTES, barrier = fulls + 8 * stage;
-        if (!filling) {
-          barrier_wait(empties + 8 * stage, phase);
-          copy_weights(from, to, barrier);
+        for (int step = s.begin; step < k_end; step++) {
+            barrier_wait(fulls + 8 * stage, phase);
+            const uint32_t from = ring + stage * STAGE_BYTES, x_tile = __shfl_sync(~0u, matrix(from), 0);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                const uint4 codes = load_shared_16(from + codes_at + c * TILE_BYTES);
+                const uint32_t scales = load_shared_2(from + scales_at + c * TILE_BYTES);
+                wgmma_wait<1>();  // so a[c] is free again
+                if (c == 1 && step > s.begin) release(last);
+                uint32_t scale, scale_8;
+                decode_scales(scales, scale, scale_8);
+                decode_word(codes.x, scale, scale_8, a[c][0]), decode_word(codes.y, scale, scale_8, a[c][1]);
+                decode_word(codes.z, scale, scale_8, a[c][2]), decode_word(codes.w, scale, scale_8, a[c][3]);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    wgmma<TOKENS>(acc, a[c][k], x_tile + c * TOKENS * 8 + 2 * k, c + k > 0 || step > s.begin);
+                wgmma_commit();
+            }
+            advance();
         }
-        bulk_copy(to, x_from, X_BYTES, barrier);
-      }
-      for (; step < s.end; step++, advance()) {
-        const uint32_t to = ring + stage * STAGE_BYTES, barrier = fulls + 8 * stage;
-        if (!filling) barrier_wait(empties + 8 * stage, phase);
-        if (step < k_steps) {
-          if (!filling) copy_last_chunk(to, barrier);
-          bulk_copy(to, x_from, X_BYTES, barrier);
-        } else if (SLICES > 0) {
-          copy_adapter((step - k_steps) * CHUNKS, to, barrier);
-        }
-      }
-    }
-    return;
-  }
-
-  take_registers<REGISTERS>();
-  const int g = lane / 4, t = lane % 4, first_row = warp * 16;  // a warp's 16 rows
-  const uint32_t codes_at = X_BYTES + warp * 512 + 16 * lane, scales_at = X_BYTES + CODE_BYTES + warp * 64 + 2 * lane;
-  int stage = 0, phase = 0, last = 0;
-  auto advance = [&] { last = stage; if (++stage == STAGES) stage = 0, phase ^= 1; };
-  auto release = [&](int which) { if (lane == 0) barrier_arrive(empties + 8 * which); };
-  float acc[TOKENS / 2];
-  uint32_t a[CHUNKS][4][4];
-  while (schedule.next(s)) {
-    const int supertile = s.tile / token_tiles, m0 = s.tile % token_tiles * TOKENS, k_end = min(s.end, k_steps);
+        wgmma_wait<0>();
+        const bool some = k_end > s.begin;
+        if (some) release(last);
+        const float scale0 = row_scale[supertile * 128 + first_row + g] * factor,
+                    scale8 = row_scale[supertile * 128 + first_row + g + 8] * factor;
+#pragma unroll
+        for (int e = 0; e < TOKENS / 2; e++) acc[e] = some ? acc[e] * (e & 2 ? scale8 : scale0) : 0.f;
+        if constexpr (SLICES > 0)
 #pragma unroll 1
-    for (int step = s.begin; step < k_end; step++) {
-      barrier_wait(fulls + 8 * stage, phase);
-      const uint32_t from = ring + stage * STAGE_BYTES, x_tile = __shfl_sync(~0u, matrix(from), 0);
+            for (int step = max(s.begin, k_steps); step < s.end; step++) {
+                barrier_wait(fulls + 8 * stage, phase);
+                const uint32_t from = ring + stage * STAGE_BYTES;
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) {
-        const uint4 codes = load_shared_16(from + codes_at + c * TILE_BYTES);
-        const uint32_t scales = load_shared_2(from + scales_at + c * TILE_BYTES);
-        wgmma_wait<1>();  // so a[c] is free again
-        if (c == 1 && step > s.begin) release(last);
-        uint32_t scale, scale_8;
-        decode_scales(scales, scale, scale_8);
-        decode_word(codes.x, scale, scale_8, a[c][0]), decode_word(codes.y, scale, scale_8, a[c][1]);
-        decode_word(codes.z, scale, scale_8, a[c][2]), decode_word(codes.w, scale, scale_8, a[c][3]);
-        wgmma_fence();
+                for (int c = 0; c < CHUNKS; c++) {
+                    const uint32_t rows = from + X_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4,
+                                   tokens = from + c * U_BYTES + g * 32 + t * 4;
+                    const uint32_t f[4] = {load_shared_4(rows), load_shared_4(rows + 256), load_shared_4(rows + 16),
+                                           load_shared_4(rows + 272)};
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma<TOKENS>(acc, a[c][k], x_tile + c * TOKENS * 8 + 2 * k, c + k > 0 || step > s.begin);
-        wgmma_commit();
-      }
-      advance();
-    }
-    wgmma_wait<0>();
-    const bool some = k_end > s.begin;
-    if (some) release(last);
-    const float scale0 = row_scale[supertile * 128 + first_row + g] * factor, scale8 = row_scale[supertile * 128 + first_row + g + 8] * factor;
-#pragma unroll
-    for (int e = 0; e < TOKENS / 2; e++) acc[e] = some ? acc[e] * (e & 2 ? scale8 : scale0) : 0.f;
-    if constexpr (SLICES > 0)
-#pragma unroll 1
-      for (int step = max(s.begin, k_steps); step < s.end; step++) {
-        barrier_wait(fulls + 8 * stage, phase);
-        const uint32_t from = ring + stage * STAGE_BYTES;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-          const uint32_t rows = from + X_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4, tokens = from + c * U_BYTES + g * 32 + t * 4;
-          const uint32_t f[4] = {load_shared_4(rows), load_shared_4(rows + 256), load_shared_4(rows + 16), load_shared_4(rows + 272)};
-#pragma unroll
-          for (int i = 0; i < PIECES; i++)
-            mma(*(float(*)[4])&acc[4 * i], f, load_shared_4(tokens + 256 * i), load_shared_4(tokens + 256 * i + 16));
+                    for (int i = 0; i < PIECES; i++)
+                        mma(*reinterpret_cast<float(*)[4]>(&acc[4 * i]), f, load_shared_4(tokens + 256 * i),
+                            load_shared_4(tokens + 256 * i + 16));
+                }
+                __syncwarp();
+                release(stage);
+                advance();
+            }
+        wait_for_previous_kernels();  // long done: from here on this thread writes
+        const int first_column = table[3 * supertile] + first_row;
+        const int rows = table[3 * supertile + 1] - first_row;  // valid ones
+        float bias0 = 0.f, bias8 = 0.f;
+        if (bias) {
+            if (g < rows) bias0 = bf16_to_float(bias[first_column + g]);
+            if (g + 8 < rows) bias8 = bf16_to_float(bias[first_column + g + 8]);
         }
-        __syncwarp();
-        release(stage);
-        advance();
-      }
-    wait_for_previous_kernels();  // long done: from here on this thread writes
-    const int first_column = table[3 * supertile] + first_row, rows = table[3 * supertile + 1] - first_row;  // valid ones
-    float bias0 = 0.f, bias8 = 0.f;
-    if (bias) {
-      if (g < rows) bias0 = bf16_to_float(bias[first_column + g]);
-      if (g + 8 < rows) bias8 = bf16_to_float(bias[first_column + g + 8]);
-    }
-    // A warp's i-th piece -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
-    auto write = [&](int i, float4 v) {
-      const uint32_t low = transpose(pack_bf16(v.x + bias0, v.y + bias0)), high = transpose(pack_bf16(v.z + bias8, v.w + bias8));
-      const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? low : high, 1);
-      const uint2 packed = t & 1 ? make_uint2(other, high) : make_uint2(low, other);
-      const int token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
-      if (token >= m) return;
-      bf16* to = y + (size_t)token * n + first_column + row;
-      if (((n | first_column) & 3) == 0 && row + 4 <= rows) *(uint2*)to = packed;
-      else
-        for (int j = 0; j < 4 && row + j < rows; j++) to[j] = (bf16)((j < 2 ? packed.x : packed.y) >> (16 * (j & 1)));
-    };
-    if constexpr (CLUSTER > 1) {
-      const uint32_t mine = ring + threadIdx.x * 16, there = shared_address(&sums_there), read = shared_address(&sums_read);
-      consumers_sync<CONSUMERS>();  // all have left the ring
+        // A warp's i-th piece -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
+        auto write = [&](int i, float4 v) {
+            const uint32_t low = transpose(pack_bf16(v.x + bias0, v.y + bias0)),
+                           high = transpose(pack_bf16(v.z + bias8, v.w + bias8));
+            const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? low : high, 1);
+            const uint2 packed = t & 1 ? make_uint2(other, high) : make_uint2(low, other);
+            const int token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
+            if (token >= m) return;
+            bf16* to = y + (size_t)token * n + first_column + row;
+            if (((n | first_column) & 3) == 0 && row + 4 <= rows)
+                *(uint2*)to = packed;
+            else
+                for (int j = 0; j < 4 && row + j < rows; j++)
+                    to[j] = (bf16)((j < 2 ? packed.x : packed.y) >> (16 * (j & 1)));
+        };
+        if constexpr (CLUSTER > 1) {
+            const uint32_t mine = ring + threadIdx.x * 16, there = shared_address(&sums_there),
+                           read = shared_address(&sums_read);
+            consumers_sync<CONSUMERS>();  // all have left the ring
 #pragma unroll
-      for (int i = 0; i < PIECES; i++) store_shared_16(mine + i * CONSUMERS * 16, &acc[4 * i]);
-      __syncwarp();
-      if (lane < CLUSTER) barrier_arrive_at(there, lane);
-      barrier_wait_cluster(there, 0);
-      for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
-        float4 v[CLUSTER];
+            for (int i = 0; i < PIECES; i++) store_shared_16(mine + i * CONSUMERS * 16, &acc[4 * i]);
+            __syncwarp();
+            if (lane < CLUSTER) barrier_arrive_at(there, lane);
+            barrier_wait_cluster(there, 0);
+            for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
+                float4 v[CLUSTER];
 #pragma unroll
-        for (int block = 0; block < CLUSTER; block++) v[block] = load_from_block(mine + i * CONSUMERS * 16, block);
+                for (int block = 0; block < CLUSTER; block++)
+                    v[block] = load_from_block(mine + i * CONSUMERS * 16, block);
 #pragma unroll
-        for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
-        write(i, v[0]);
-      }
-      __syncwarp();
-      if (lane < CLUSTER) barrier_arrive_at(read, lane);
-      barrier_wait_cluster(read, 0);  // before this block's memory goes
-    } else {
-      if (s.begin > 0 || s.end < schedule.steps) {
-        const int total = shared_tiles * schedule.steps, first = s.tile * schedule.steps;
-        auto block_of = [&](int position) { return (int)(((long long)(position + 1) * sharers - 1) / total); };
-        // A block has two places: for the tile that its share begins in, and for the one that it ends in.
-        auto sums_of = [&](int block) { return (float4*)(partial + ((size_t)block * 2 + (Schedule::share(block, total, sharers) < first)) * (128 * TOKENS)) + threadIdx.x; };
-        const int begin = block_of(first), end = block_of(first + schedule.steps - 1) + 1;
-        float4* own = sums_of(blockIdx.x);
-#pragma unroll
-        for (int i = 0; i < PIECES; i++) own[i * CONSUMERS] = *(float4*)&acc[4 * i];
-        __threadfence();
-        __syncwarp();
-        int ticket = 0, *counter = counters + s.tile * WARPS + warp;
-        if (lane == 0) {
-          ticket = atomicAdd(counter, 1);
-          if (ticket == end - begin - 1) *counter = 0;
-        }
-        if (__shfl_sync(~0u, ticket, 0) != end - begin - 1) continue;
-        __threadfence();
-        if (end - begin == 2) {  // no order to keep
-          const float4* theirs = sums_of(begin + end - 1 - blockIdx.x);
-#pragma unroll
-          for (int i = 0; i < PIECES; i++) add(&acc[4 * i], load_of_other_block(theirs + i * CONSUMERS));
+                for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
+                write(i, v[0]);
+            }
+            __syncwarp();
+            if (lane < CLUSTER) barrier_arrive_at(read, lane);
+            barrier_wait_cluster(read, 0);  // before this block's memory goes
         } else {
-          constexpr int DEPTH = PIECES < 8 ? 8 / PIECES : 1;  // loads in flight: at least 8 of 16 bytes
+            if (s.begin > 0 || s.end < schedule.steps) {
+                const int total = shared_tiles * schedule.steps, first = s.tile * schedule.steps;
+                auto block_of = [&](int position) { return (int)(((long long)(position + 1) * sharers - 1) / total); };
+                // A block has two places: for the tile that its share begins in, and for the one that it ends in.
+                auto sums_of = [&](int block) {
+                    return (float4*)(partial + ((size_t)block * 2 + (Schedule::share(block, total, sharers) < first)) *
+                                                   (128 * TOKENS)) +
+                           threadIdx.x;
+                };
+                const int begin = block_of(first), end = block_of(first + schedule.steps - 1) + 1;
+                float4* own = sums_of(blockIdx.x);
 #pragma unroll
-          for (int e = 0; e < TOKENS / 2; e++) acc[e] = 0.f;
+                for (int i = 0; i < PIECES; i++) own[i * CONSUMERS] = *(float4*)&acc[4 * i];
+                __threadfence();
+                __syncwarp();
+                int ticket = 0, *counter = counters + s.tile * WARPS + warp;
+                if (lane == 0) {
+                    ticket = atomicAdd(counter, 1);
+                    if (ticket == end - begin - 1) *counter = 0;
+                }
+                if (__shfl_sync(~0u, ticket, 0) != end - begin - 1) continue;
+                __threadfence();
+                if (end - begin == 2) {  // no order to keep
+                    const float4* theirs = sums_of(begin + end - 1 - blockIdx.x);
+#pragma unroll
+                    for (int i = 0; i < PIECES; i++) add(&acc[4 * i], load_of_other_block(theirs + i * CONSUMERS));
+                } else {
+                    constexpr int DEPTH = PIECES < 8 ? 8 / PIECES : 1;  // loads in flight: at least 8 of 16 bytes
+#pragma unroll
+                    for (int e = 0; e < TOKENS / 2; e++) acc[e] = 0.f;
 #pragma unroll 1
-          for (int block = begin; block < end; block += DEPTH) {
-            float4 v[DEPTH][PIECES];
+                    for (int block = begin; block < end; block += DEPTH) {
+                        float4 v[DEPTH][PIECES];
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-              const float4* theirs = sums_of(min(block + d, end - 1));
+                        for (int d = 0; d < DEPTH; d++) {
+                            const float4* theirs = sums_of(min(block + d, end - 1));
 #pragma unroll
-              for (int i = 0; i < PIECES; i++) v[d][i] = load_of_other_block(theirs + i * CONSUMERS);
+                            for (int i = 0; i < PIECES; i++) v[d][i] = load_of_other_block(theirs + i * CONSUMERS);
+                        }
+#pragma unroll
+                        for (int d = 0; d < DEPTH; d++)
+                            if (block + d < end) {
+#pragma unroll
+                                for (int i = 0; i < PIECES; i++) add(&acc[4 * i], v[d][i]);
+                            }
+                    }
+                }
             }
 #pragma unroll
-            for (int d = 0; d < DEPTH; d++)
-              if (block + d < end) {
-#pragma unroll
-                for (int i = 0; i < PIECES; i++) add(&acc[4 * i], v[d][i]);
-              }
-          }
+            for (int i = 0; i < PIECES; i++) write(i, *(float4*)&acc[4 * i]);
         }
-      }
-#pragma unroll
-      for (int i = 0; i < PIECES; i++) write(i, *(float4*)&acc[4 * i]);
     }
-  }
 }

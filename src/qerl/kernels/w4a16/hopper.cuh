@@ -1,138 +1,211 @@
-// The PTX of sm_90 that hopper.cu and prepare.cu use, one function an instruction.
+// The instructions of sm_90 that hopper.cu and prepare.cu use, a function each. Shared memory is given by address.
 #pragma once
 #include "ptx.cuh"
 
-// Programmatic dependent launch.
+// --- Programmatic dependent launch -----------------------------------------------------------------------------------
+
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 __device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Barriers in shared memory (by address), and the bulk copies that complete on them.
+// --- Barriers in shared memory, and the copies that complete on them -------------------------------------------------
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {  // the same barrier of a block of the cluster
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-               "r"(block)
-               : "memory");
+
+// Arrives, and makes the phase wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(phase)
-      : "memory");
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
 }
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int phase) {  // and see what its arrivals' blocks wrote
-  asm volatile(
-      "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
+
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
+
+// --- Across the blocks of a cluster: the same place in the shared memory of block number `block` ---------------------
 
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(barrier),
+        "r"(block)
+        : "memory");
+}
+
+// For arrivals from the cluster; what they wrote before is seen after.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ float load_float_from_block(uint32_t from, int block) {
+    float v;
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n"
+        "}"
+        : "=f"(v)
+        : "r"(from), "r"(block));
+    return v;
+}
+
+__device__ __forceinline__ float4 load_from_block(uint32_t from, int block) {
+    float4 v;
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(from), "r"(block));
+    return v;
+}
+
+// --- Shared memory ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
-  return v;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
 }
+
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
-  return v;
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
+    return v;
 }
+
 __device__ __forceinline__ uint32_t load_shared_2(uint32_t from) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
-  return v;
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from));
+    return v;
 }
+
 __device__ __forceinline__ void store_shared_16(uint32_t to, const float* v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
 }
-__device__ __forceinline__ float4 load_from_block(uint32_t from, int block) {  // the same place in a block of the cluster
-  float4 v;
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(from), "r"(block));
-  return v;
-}
-__device__ __forceinline__ float load_float_from_block(uint32_t from, int block) {
-  float v;
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}" : "=f"(v) : "r"(from), "r"(block));
-  return v;
-}
-__device__ __forceinline__ void add(float* sum, float4 v) { sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w; }
+
+// --- Warpgroups ------------------------------------------------------------------------------------------------------
 
 template <int THREADS>
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void consumers_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 
-// Registers of a warpgroup: given back by the one that copies, taken by those that compute.
+// Registers: given back by the warpgroup that copies, taken by those that compute.
 template <int COUNT>
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 template <int COUNT>
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
-// d[64 rows, N tokens] (+)= a[64, 16] (registers) times 16 columns of a K-major tile in shared memory: rows of 128 bytes,
-// swizzled, groups of eight rows 1,024 bytes apart. `tile` is `matrix` of its address, plus bytes / 16 to step; add = 0
-// overwrites d.
-__device__ __forceinline__ uint32_t matrix(uint32_t address) { return address >> 4 | 1 << 16; }  // lower half of a descriptor
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// The lower half of the descriptor of a K-major tile at `address`: rows of 128 bytes, swizzled, groups of eight rows
+// 1,024 bytes apart (which the upper half, 0x40000040, says). A step of 16 bytes adds 1.
+__device__ __forceinline__ uint32_t matrix(uint32_t address) { return address >> 4 | 1 << 16; }
+
+// d[64 rows, N tokens] (+)= a[64, 16] (registers) times 16 columns of a tile in shared memory; add = 0 overwrites d.
 template <int N>
 __device__ __forceinline__ void wgmma(float* d, const uint32_t* a, uint32_t tile, int add);
 
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D8(i) D4(i), D4(i + 4)
-#define D16(i) D8(i), D8(i + 8)
-#define D32(i) D16(i), D16(i + 16)
-#define D64(i) D32(i), D32(i + 32)
-#define L4 "%0,%1,%2,%3"
-#define L8 L4 ",%4,%5,%6,%7"
-#define L16 L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define L32 L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define L48 L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define L64 L48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define L96 L64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define L128 L96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA_OF(N, LIST, D, A0, A1, A2, A3, TILE, ADD)                                                                              \
-  template <>                                                                                                                     \
-  __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t* a, uint32_t tile, int add) {                                 \
-    asm volatile("{.reg .pred add;\n.reg .b64 tile;\nsetp.ne.b32 add, %" #ADD ", 0;\nmov.b64 tile, {%" #TILE ", 0x40000040};\nwgmma.mma_async.sync.aligned.m64n" #N                          \
-                 "k16.f32.bf16.bf16 {" LIST "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, tile, add, 1, 1, 0;}"                \
-                 : D                                                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(tile), "r"(add));                                              \
-  }
-#define COMMA ,
-WGMMA_OF(16, L8, D8(0), 8, 9, 10, 11, 12, 13)
-WGMMA_OF(32, L16, D16(0), 16, 17, 18, 19, 20, 21)
-WGMMA_OF(64, L32, D32(0), 32, 33, 34, 35, 36, 37)
-WGMMA_OF(96, L48, D32(0) COMMA D16(32), 48, 49, 50, 51, 52, 53)
-WGMMA_OF(128, L64, D64(0), 64, 65, 66, 67, 68, 69)
-WGMMA_OF(192, L96, D64(0) COMMA D32(64), 96, 97, 98, 99, 100, 101)
-WGMMA_OF(256, L128, D64(0) COMMA D64(64), 128, 129, 130, 131, 132, 133)
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+#define THIRTY_TWO(i) SIXTEEN(i), SIXTEEN(i + 16)
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// Operands behind the N / 2 numbers of d: a in A0 .. A3, the tile, add.
+#define WGMMA(N, NAMES, D, A0, A1, A2, A3, TILE, ADD)                                                \
+    template <>                                                                                      \
+    __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t* a, uint32_t tile, int add) {  \
+        asm volatile(                                                                                \
+            "{\n"                                                                                    \
+            ".reg .pred add;\n"                                                                      \
+            ".reg .b64 tile;\n"                                                                      \
+            "setp.ne.b32 add, %" #ADD ", 0;\n"                                                       \
+            "mov.b64 tile, {%" #TILE ", 0x40000040};\n"                                              \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, "                 \
+            "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, tile, add, 1, 1, 0;\n"                        \
+            "}"                                                                                      \
+            : D                                                                                      \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(tile), "r"(add));                      \
+    }
+#define SIXTY_FOUR THIRTY_TWO(0), THIRTY_TWO(32)
+WGMMA(16, NAMES_8, EIGHT(0), 8, 9, 10, 11, 12, 13)
+WGMMA(32, NAMES_16, SIXTEEN(0), 16, 17, 18, 19, 20, 21)
+WGMMA(64, NAMES_32, THIRTY_TWO(0), 32, 33, 34, 35, 36, 37)
+WGMMA(128, NAMES_64, SIXTY_FOUR, 64, 65, 66, 67, 68, 69)
 
-// An 8x8 matrix of 16-bit elements across a warp, transposed.
+// --- Results ---------------------------------------------------------------------------------------------------------
+
+// An 8 x 8 matrix of 16-bit elements across a warp, transposed.
 __device__ __forceinline__ uint32_t transpose(uint32_t v) {
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v));
-  return v;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v));
+    return v;
 }
+
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
 }
-__device__ __forceinline__ float bf16_to_float(uint16_t v) { return __uint_as_float((uint32_t)v << 16); }
+
+__device__ __forceinline__ float bf16_to_float(bf16 v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
+
+__device__ __forceinline__ void add(float* sum, float4 v) {
+    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+}

@@ -6,8 +6,8 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its 64 warps by chunks of 64 columns;
-// the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
+// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its 64 warps by chunks of 64
+// columns; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
 //
 // Few blocks: while they wait for the kernel before, the product's blocks can start beside them.
 //
@@ -18,85 +18,96 @@
 #include "hopper.cuh"
 
 constexpr int THREADS = SLICES ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
-constexpr int PIECES = 8 * TOKENS, TURNS = 4;     // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS < 16 ? TOKENS : TOKENS < 128 ? 16 : 32, AHEAD = 2;  // tokens of a cluster; chunks loaded at a time
+constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
+constexpr int BATCH = TOKENS < 16    ? TOKENS
+                      : TOKENS < 128 ? 16
+                                     : 32,
+              AHEAD = 2;  // tokens of a cluster; chunks loaded at a time
 
 __device__ __forceinline__ void load_16(uint32_t (&to)[8], const bf16* from) {  // numbers
-  *(uint4*)&to[0] = ((const uint4*)from)[0], *(uint4*)&to[4] = ((const uint4*)from)[1];
+    *(uint4*)&to[0] = ((const uint4*)from)[0], *(uint4*)&to[4] = ((const uint4*)from)[1];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) w4a16_prepare(
-    const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a, const float* __restrict__ scaling, bf16* __restrict__ u,
-    int m, int k, int chunks, int padded_k, int parts, int tile_blocks, int pieces) {
-  // A product that has its x from elsewhere may begin when x is there: it waits for u only.
-  if (tile_blocks > 0) launch_dependents();
-  wait_for_previous_kernels();
-  if (tile_blocks == 0) launch_dependents();
-  if (blockIdx.x < tile_blocks) {
-    for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces; first += tile_blocks * TURNS * THREADS) {
-      uint32_t v[TURNS][4];
+extern "C" __global__ void __launch_bounds__(THREADS)
+    w4a16_prepare(const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
+                  const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
+                  int parts, int tile_blocks, int pieces) {
+    // A product that has its x from elsewhere may begin when x is there: it waits for u only.
+    if (tile_blocks > 0) launch_dependents();
+    wait_for_previous_kernels();
+    if (tile_blocks == 0) launch_dependents();
+    if (blockIdx.x < tile_blocks) {
+        for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
+             first += tile_blocks * TURNS * THREADS) {
+            uint32_t v[TURNS][4];
 #pragma unroll
-      for (int i = 0; i < TURNS; i++) {
-        const int at = first + i * THREADS, token = at / 8 % TOKENS, tile = at / PIECES;
-        const int row = tile / chunks * TOKENS + token, column = tile % chunks * 64 + 2 * (at % 8 ^ token % 8);  // piece 2 w + h
-        const bf16* from = x + (size_t)row * k + column;
+            for (int i = 0; i < TURNS; i++) {
+                const int at = first + i * THREADS, token = at / 8 % TOKENS, tile = at / PIECES;
+                const int row = tile / chunks * TOKENS + token,
+                          column = tile % chunks * 64 + 2 * (at % 8 ^ token % 8);  // piece 2 w + h
+                const bf16* from = x + (size_t)row * k + column;
 #pragma unroll
-        for (int t = 0; t < 4; t++) v[i][t] = row < m && column + 16 * t < k ? *(const uint32_t*)(from + 16 * t) : 0;
-      }
+                for (int t = 0; t < 4; t++)
+                    v[i][t] = row < m && column + 16 * t < k ? *(const uint32_t*)(from + 16 * t) : 0;
+            }
 #pragma unroll
-      for (int i = 0; i < TURNS; i++)
-        if (first + i * THREADS < pieces) tiles[first + i * THREADS] = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+            for (int i = 0; i < TURNS; i++)
+                if (first + i * THREADS < pieces)
+                    tiles[first + i * THREADS] = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+        }
+        return;
     }
-    return;
-  }
-  if constexpr (SLICES > 0) {
-    __shared__ float sums[WARPS][16 * BATCH];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
-    const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
-    float acc[BATCH / 8][4] = {};
-    const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 16 * t, *tokens = x + (size_t)(first_token + g) * k + 16 * t;
-    for (int chunk = rank * WARPS + warp; 64 * chunk < padded_k; chunk += AHEAD * CLUSTER * WARPS) {
-      uint32_t f[AHEAD][2][8] = {}, v[AHEAD][BATCH / 8][8] = {};
+    if constexpr (SLICES > 0) {
+        __shared__ float sums[WARPS][16 * BATCH];
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
+        const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
+        float acc[BATCH / 8][4] = {};
+        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 16 * t,
+                   *tokens = x + (size_t)(first_token + g) * k + 16 * t;
+        for (int chunk = rank * WARPS + warp; 64 * chunk < padded_k; chunk += AHEAD * CLUSTER * WARPS) {
+            uint32_t f[AHEAD][2][8] = {}, v[AHEAD][BATCH / 8][8] = {};
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        const int column = 64 * (chunk + i * CLUSTER * WARPS);
-        if (column + 16 * t >= k) continue;
-        load_16(f[i][0], rows + column), load_16(f[i][1], rows + (size_t)8 * padded_k + column);
+            for (int i = 0; i < AHEAD; i++) {
+                const int column = 64 * (chunk + i * CLUSTER * WARPS);
+                if (column + 16 * t >= k) continue;
+                load_16(f[i][0], rows + column), load_16(f[i][1], rows + (size_t)8 * padded_k + column);
+#pragma unroll
+                for (int q = 0; q < BATCH / 8; q++)
+                    if (first_token + 8 * q + g < m) load_16(v[i][q], tokens + (size_t)8 * q * k + column);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    const uint32_t fragment[4] = {f[i][0][2 * w], f[i][1][2 * w], f[i][0][2 * w + 1],
+                                                  f[i][1][2 * w + 1]};
+#pragma unroll
+                    for (int q = 0; q < BATCH / 8; q++) mma(acc[q], fragment, v[i][q][2 * w], v[i][q][2 * w + 1]);
+                }
+        }
 #pragma unroll
         for (int q = 0; q < BATCH / 8; q++)
-          if (first_token + 8 * q + g < m) load_16(v[i][q], tokens + (size_t)8 * q * k + column);
-      }
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
+            for (int e = 0; e < 4; e++) sums[warp][(8 * q + 2 * t + (e & 1)) * 16 + g + 8 * (e >> 1)] = acc[q][e];
+        __syncthreads();
+        for (int i = threadIdx.x; i < 16 * BATCH; i += THREADS) {
+            float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < 4; w++) {
-          const uint32_t fragment[4] = {f[i][0][2 * w], f[i][1][2 * w], f[i][0][2 * w + 1], f[i][1][2 * w + 1]};
-#pragma unroll
-          for (int q = 0; q < BATCH / 8; q++) mma(acc[q], fragment, v[i][q][2 * w], v[i][q][2 * w + 1]);
+            for (int w = 0; w < WARPS; w++) sum += sums[w][i];
+            sums[0][i] = sum;
         }
+        cluster_sync();
+        constexpr int SHARE = 16 * BATCH / CLUSTER;  // of the cluster's results, a block
+        for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+            const int at = rank * SHARE + i, token = first_token + at / 16;
+            float sum = 0.f;
+#pragma unroll
+            for (int block = 0; block < CLUSTER; block++)
+                sum += load_float_from_block(shared_address(&sums[0][at]), block);
+            const size_t tile = (size_t)(token / TOKENS) * parts * SLICES + slice;
+            u[(tile * TOKENS + token % TOKENS) * 16 + at % 16] = round_bf16(sum * scaling[slice / SLICES]);
+        }
+        cluster_sync();  // nobody leaves while its sums are read
     }
-#pragma unroll
-    for (int q = 0; q < BATCH / 8; q++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) sums[warp][(8 * q + 2 * t + (e & 1)) * 16 + g + 8 * (e >> 1)] = acc[q][e];
-    __syncthreads();
-    for (int i = threadIdx.x; i < 16 * BATCH; i += THREADS) {
-      float sum = 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += sums[w][i];
-      sums[0][i] = sum;
-    }
-    cluster_sync();
-    constexpr int SHARE = 16 * BATCH / CLUSTER;  // of the cluster's results, a block
-    for (int i = threadIdx.x; i < SHARE; i += THREADS) {
-      const int at = rank * SHARE + i, token = first_token + at / 16;
-      float sum = 0.f;
-#pragma unroll
-      for (int block = 0; block < CLUSTER; block++) sum += load_float_from_block(shared_address(&sums[0][at]), block);
-      const size_t tile = (size_t)(token / TOKENS) * parts * SLICES + slice;
-      u[(tile * TOKENS + token % TOKENS) * 16 + at % 16] = round_bf16(sum * scaling[slice / SLICES]);
-    }
-    cluster_sync();  // nobody leaves while its sums are read
-  }
 }
