@@ -1,69 +1,35 @@
-"""The portable kernel's own source, run on a CPU (emulation.cpp), against float64; test_fused.py runs it on a GPU."""
+"""The portable kernel's own source, run on a CPU (emulation.py), against float64; test_fused.py runs it on a GPU."""
 
-import ctypes
 import itertools
-import shutil
-import subprocess
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
+from emulation import EmulatedKernel, emulation
 from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random_adapter, random_weight, whole
 
 from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor
-from qerl.kernels.layout import pack
-from qerl.kernels.nvrtc import KERNELS
+from qerl.kernels.layout import ScaleFormat, pack
 from qerl.kernels.w4a16 import portable
 from qerl.kernels.w4a16.portable import VARIANTS, Variant, w4a16_portable
-
-TYPES = {"P": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
-
-
-class EmulatedKernel:
-    """A Kernel of nvrtc.py that runs on this machine; it holds on to nothing between launches."""
-
-    def __init__(self, library: ctypes.CDLL, name: str, backwards: bool) -> None:
-        self.run, self.signature, self.backwards = library[f"run_{name}"], portable._SIGNATURES[name], backwards
-
-    def launch(self, grid, block, shared, args, *, overlap=False) -> None:
-        values = [
-            TYPES[letter](a.data_ptr() if isinstance(a, torch.Tensor) else a)
-            for letter, a in zip(self.signature, args, strict=True)
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        assert shared <= 99 * 1024
-        assert self.run(grid[0], block, self.backwards, pointers) == 0, "threads wait for each other for ever"
-
-
-@cache
-def emulation(variant: Variant, scale_format: str) -> ctypes.CDLL:
-    library = Path(mkdtemp()) / "emulation.so"
-    defines = [f"-D{name}={value}" for name, value in variant.defines(scale_format).items()]
-    folders = [f"-I{KERNELS}", f"-I{portable.SOURCE.parent}"]
-    source = f'-DSOURCE="{portable.SOURCE.name}"'
-    command = ["g++", "-O1", "-shared", "-fPIC", "-std=c++17", "-w", source, *defines, *folders]
-    subprocess.run([*command, str(Path(__file__).with_name("emulation.cpp")), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(library.parent)
-    return loaded
 
 
 @pytest.fixture
 def emulate(monkeypatch):
     """w4a16_portable on a CPU, on a chip of so many multiprocessors; and its counters, to look at."""
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
     monkeypatch.setattr(torch, "empty", empty_is_nan(torch.empty))
 
     def set_up(multiprocessors: int, backwards: bool = False) -> torch.Tensor:
+        def kernel(name: str, variant: Variant, scale_format: ScaleFormat, _: torch.device) -> EmulatedKernel:
+            exports = " ".join(f"RUN({kernel})" for kernel in portable._SIGNATURES)
+            library = emulation(portable.SOURCE, variant.defines(scale_format), exports, "shared")
+            return EmulatedKernel(library, name, portable._SIGNATURES[name], backwards)
+
         counters = torch.zeros(max(v.blocks for v in VARIANTS) * multiprocessors, dtype=torch.int32)
         monkeypatch.setattr(portable, "_multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(portable, "_has_overlap", lambda _: False)
         monkeypatch.setattr(portable, "zeros", lambda _: counters)
-        monkeypatch.setattr(portable, "_kernel", lambda name, v, f, _: EmulatedKernel(emulation(v, f), name, backwards))
+        monkeypatch.setattr(portable, "_kernel", kernel)
         return counters
 
     return set_up
