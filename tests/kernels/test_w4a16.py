@@ -224,3 +224,10 @@ def test_the_choice_of_a_path(capability, device, dtype, tokens, path, monkeypat
             assert op._product(torch.device(device), dtype, tokens) is path
     lines = ["cuda has compute capability 7.5: packed products run in float32, slowly"] * (capability == (7, 5))
     assert caplog.messages == lines
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(64), torch.zeros(127).bfloat16(), torch.zeros(128, 1).bfloat16()])
+def test_a_bias_that_does_not_fit_is_refused(bias):
+    weight, _ = make((128,), 64, "cpu")
+    with pytest.raises(ValueError, match=r"for 128 rows and activations of torch\.bfloat16 on cpu"):
+        w4a16(torch.zeros(3, 64).bfloat16(), weight, bias)

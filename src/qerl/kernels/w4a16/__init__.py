@@ -68,10 +68,12 @@ def w4a16(
 ) -> Float[Tensor, "*batch n"]:
     """x W^T + bias + u B^T.
 
-    ValueError: x's last dimension is not the weight's K, x is on another device, or the adapter is another weight's or
-    of another dtype than x.
+    ValueError: x's last dimension is not the weight's K, x is on another device, or bias or adapter are another
+    weight's or of another dtype than x.
     """
     _check(x, weight.columns, weight)
+    if bias is not None:
+        _check_bias(bias, x, weight)
     if adapter is not None:
         _check_adapter(adapter, x, weight)
     return (ops.w4a16 if torch.compiler.is_compiling() else compute)(x, weight, bias, adapter)
@@ -143,6 +145,14 @@ def _check(x: Tensor, size: int, weight: PackedWeight) -> None:
         )
     if x.device != weight.device:
         raise ValueError(f"the tensor is on {x.device}, the weight on {weight.device}: move one of them")
+
+
+def _check_bias(bias: Tensor, x: Tensor, weight: PackedWeight) -> None:
+    if bias.shape != weight.shape[:1] or bias.dtype != x.dtype or bias.device != x.device:
+        raise ValueError(
+            f"a bias {list(bias.shape)}, {bias.dtype} on {bias.device}, for {weight.shape[0]} rows and activations of "
+            f"{x.dtype} on {x.device}: its shape, dtype and device must be theirs"
+        )
 
 
 def _check_adapter(adapter: PackedAdapter, x: Tensor, weight: PackedWeight) -> None:
