@@ -174,7 +174,7 @@ def _materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _replace_norms(model: PreTrainedModel) -> None:
     left: list[str] = []
     for name, module in list(model.named_modules()):
-        eps = _rms_norm_eps(module)
+        eps = rms_norm_eps(module)
         if eps is not None:
             model.set_submodule(name, RMSNorm(module.get_parameter("weight"), eps))
         elif "RMSNorm" in type(module).__name__:
@@ -183,7 +183,7 @@ def _replace_norms(model: PreTrainedModel) -> None:
         logger.warning("%d RMSNorms are not w * x / rms(x) and take no noise, such as %s", len(left), left[0])
 
 
-def _rms_norm_eps(module: nn.Module) -> float | None:
+def rms_norm_eps(module: nn.Module) -> float | None:
     """The eps of a module that computes weight * x / sqrt(mean(x^2) + eps); None if it does not, by trying it out."""
     parameters = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
