@@ -4,9 +4,8 @@
 
 Both classes are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k; both
 first write k and v to the cache. `PromptAttention` needs no page table, since a prompt is its own whole context;
-`DecodeAttention` copies the pages of all sequences side by side and masks what lies past each one's end: a reference
-that a paged kernel replaces where speed matters. Leaves out sliding windows (engine/model.py refuses contexts that
-would need one) and prompts that are continued from pages.
+`DecodeAttention` goes over pages (kernels/attention). Leaves out sliding windows (engine/model.py refuses contexts
+that would need one) and prompts that are continued from pages.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache
+from qerl.kernels.attention import decode_attention
 from qerl.nn.attention import Packing, attend_packed
 
 
@@ -61,17 +60,11 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, page_table: Int64[Tensor, "b pages"], positions: Int64[Tensor, " b"]) -> None:
         """positions: of the new token in its sequence; page_table has enough pages for the longest."""
-        self._cache, self._page_table = cache, page_table
+        self._cache, self._page_table, self._lengths = cache, page_table, positions + 1
         page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
         self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
-        columns = torch.arange(page_table.shape[1] * PAGE_SIZE, device=positions.device)
-        mask = torch.zeros(len(positions), len(columns), dtype=cache.pool.dtype, device=positions.device)
-        self._mask = mask.masked_fill_(columns > positions[:, None], -torch.inf)[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
         self._cache.write(layer, self._rows, k, v)
-        keys, values = (x.transpose(1, 2) for x in self._cache.read(layer, self._page_table))
-        # The query heads that share a key head are the rows of one product, so keys and values are not repeated.
-        q = q.unflatten(1, (keys.shape[1], -1))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask).flatten(1)
+        return decode_attention(q, self._cache.pool[layer], self._page_table, self._lengths).flatten(1)

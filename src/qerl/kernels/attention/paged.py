@@ -1,0 +1,167 @@
+"""Triton kernels: paged decode attention in splits of a sequence, and the sum of the splits.
+
+    _split_kernel   one program a (split, key head, sequence): the query heads of a key head are the rows of one product
+                    with SPLIT tokens, TILE at a time; online softmax in float32
+    _join_kernel    one program a (query head, sequence): sum of its splits' results, first to last
+
+A split is always SPLIT tokens, counted from the sequence's start, so what is summed in which order is a function of
+the sequence's length alone. A sequence of one split is finished by the first kernel. The grid depends on the width of
+the page table, never on lengths, so a CUDA graph holds for all sequences that the table can describe; programs past a
+sequence's end return at once.
+
+A split leaves, in float32 and base 2: its largest score m, l = sum 2^(s - m), a = sum 2^(s - m) v. Then
+
+    y = sum_i 2^(m_i - M) a_i / sum_i 2^(m_i - M) l_i        M = max m_i
+
+Weights 2^(s - m) enter the product with V rounded to its dtype, their sum l unrounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from qerl.kernels.numerics import product, rounded
+
+SPLIT = 256
+"""Tokens a program reads: long enough that its float32 result is 6 % of what it read (7 query heads a key head), short
+enough that one sequence of 1,280 tokens keeps 20 to 40 programs busy."""
+TILE = 64
+MIN_ROWS = 16
+"""Rows of the smallest product on tensor cores; fewer query heads are padded."""
+
+
+def paged_attention(
+    q: Float[Tensor, "b heads d"],
+    pages: Float[Tensor, "2 pages page_size kv_heads d"],
+    page_table: Int64[Tensor, "b columns"],
+    lengths: Int64[Tensor, " b"],
+) -> Float[Tensor, "b heads d"]:
+    """`decode_attention` on one CUDA device; d is a power of two from 16 on, `pages` contiguous, q's heads adjacent."""
+    b, heads, d = q.shape
+    _, _, page_size, kv_heads, _ = pages.shape
+    assert pages.is_contiguous() and q.stride()[1:] == (d, 1) and page_table.stride(1) == 1
+    assert heads % kv_heads == 0 and b > 0
+    group = heads // kv_heads
+    rows = max(MIN_ROWS, triton.next_power_of_2(group))
+    num_splits = -(-page_table.shape[1] * page_size // SPLIT)
+    out = torch.empty(b, heads, d, dtype=q.dtype, device=q.device)
+    sums = torch.empty(b, heads, num_splits, d, dtype=torch.float32, device=q.device)
+    largest, weights = torch.empty(2, b, heads, num_splits, dtype=torch.float32, device=q.device)
+    sizes: Any = {"D": d, "SPLIT": SPLIT}
+    more_sizes: Any = {"GROUP": group, "ROWS": rows, "KV_HEADS": kv_heads, "PAGE": page_size, "TILE": TILE}
+    one_warp: Any = {"num_warps": 1}
+    with torch.cuda.device_of(q):
+        _split_kernel[(num_splits, kv_heads, b)](
+            q,
+            pages[0],
+            pages[1],
+            page_table,
+            lengths,
+            out,
+            sums,
+            largest,
+            weights,
+            math.log2(math.e) / math.sqrt(d),
+            q.stride(0),
+            page_table.stride(0),
+            num_splits,
+            **sizes,
+            **more_sizes,
+        )
+        if num_splits > 1:
+            _join_kernel[(heads, b)](out, sums, largest, weights, lengths, num_splits, **sizes, **one_warp)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _split_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    sums_ptr,
+    largest_ptr,
+    weights_ptr,
+    scale,
+    q_stride,
+    table_stride,
+    num_splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    start = split * SPLIT
+    if start >= length:
+        return
+    stop = min(start + SPLIT, length)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    head = kv_head * GROUP + row
+    is_head = row < GROUP
+    q = tl.load(q_ptr + sequence * q_stride + head[:, None] * D + column[None, :], mask=is_head[:, None], other=0.0)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    weights = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, D], tl.float32)
+    for first in range(start, stop, TILE):
+        token = first + tl.arange(0, TILE)
+        is_token = token < stop
+        page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
+        at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
+        at = at[:, None] + column[None, :]
+        keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0.0)
+        scores = tl.where(is_token[None, :], product(q, tl.trans(keys)) * scale, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))  # finite: the tile has a token
+        shrink = tl.exp2(largest - new_largest)
+        weight = tl.exp2(scores - new_largest[:, None])
+        weights = weights * shrink + tl.sum(weight, 1)
+        values = tl.load(values_ptr + at, mask=is_token[:, None], other=0.0)
+        sums = sums * shrink[:, None] + product(rounded(weight, values.dtype), values)
+        largest = new_largest
+    to = sequence * (KV_HEADS * GROUP) + head
+    if length <= SPLIT:
+        y = rounded(sums / weights[:, None], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + to[:, None] * D + column[None, :], y, mask=is_head[:, None])
+    else:
+        to = to * num_splits + split
+        tl.store(largest_ptr + to, largest, mask=is_head)
+        tl.store(weights_ptr + to, weights, mask=is_head)
+        tl.store(sums_ptr + to[:, None] * D + column[None, :], sums, mask=is_head[:, None])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _join_kernel(
+    out_ptr, sums_ptr, largest_ptr, weights_ptr, lengths_ptr, num_splits, D: tl.constexpr, SPLIT: tl.constexpr
+):
+    sequence = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    if length <= SPLIT:
+        return
+    column = tl.arange(0, D)
+    row = sequence * tl.num_programs(0) + tl.program_id(0)
+    at = row * num_splits
+    largest = tl.load(largest_ptr + at)
+    weights = tl.load(weights_ptr + at)
+    sums = tl.load(sums_ptr + at * D + column)
+    for i in range(1, tl.cdiv(length, SPLIT)):
+        new = tl.load(largest_ptr + at + i)
+        new_largest = tl.maximum(largest, new)
+        old_shrink, new_shrink = tl.exp2(largest - new_largest), tl.exp2(new - new_largest)
+        weights = weights * old_shrink + tl.load(weights_ptr + at + i) * new_shrink
+        sums = sums * old_shrink + tl.load(sums_ptr + (at + i) * D + column) * new_shrink
+        largest = new_largest
+    tl.store(out_ptr + row * D + column, rounded(sums / weights, out_ptr.dtype.element_ty))

@@ -1,0 +1,68 @@
+"""Triton kernels without a GPU: run in the interpreter, and compiled for GPUs that are not there.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so interpreted tests run in a pytest of their own: they take
+their device from DEVICES, and one test of each file calls `run_interpreted`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+outer_run = pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+DEVICES = [
+    GPU,
+    pytest.param(
+        "cpu", id="interpreter", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_tritons_interpreter")
+    ),
+]
+CAPABILITIES = (80, 90, 120)
+SHARED_MEMORY = 99 << 10
+"""Bytes that a block can have on the GPUs that have least (8.6, 8.9, 12.0)."""
+
+
+def run_interpreted(path: str) -> None:
+    """All tests of a file that have the device `interpreter`."""
+    chosen = ["-k", "interpreter and not tritons", path]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " skipped" not in run.stdout, run.stdout
+
+
+def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> list[Any]:
+    """Compile what `call` launches (on CPU tensors) for a compute capability: the kernels, not run."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        def get_current_device(self) -> int:
+            return capability  # the key of Triton's table of compiled kernels
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    compiled, run = [], JITFunction.run
+
+    def warm_up(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, warmup=True, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_active", Absent())
+        patch.setattr(JITFunction, "run", warm_up)
+        call()
+    return compiled
