@@ -48,8 +48,11 @@ def emulate(monkeypatch):
 SHAPES = [((128,), 64), ((300, 16), 80), ((8, 136, 128), 528), ((200,), 1104)]
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 3, 9])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant, multiprocessors",
+    [(v, n) for v in VARIANTS for n in (1, 3, 9) if v.cluster == 1 or n == 1],  # to clusters the number is all the same
+    ids=str,
+)
 def test_product(emulate, variant, multiprocessors):
     """Whole and ragged tiles of tokens, rows and columns, a ring filled more than once, shares that end anywhere."""
     for i, (rows, k) in enumerate(SHAPES):
@@ -126,6 +129,18 @@ def test_no_tokens(emulate):
     assert w4a16_hopper(torch.zeros(0, 64).bfloat16(), random_weight((128,), 64)).shape == (0, 128)
 
 
+@pytest.mark.parametrize("tokens, m", [(8, 3), (8, 20), (16, 16), (32, 50), (64, 1), (128, 130)])
+def test_adapter_input(emulate, tokens, m):
+    """u alone, as the portable product takes it on this chip."""
+    emulate(1)
+    weight, x = random_weight((40, 16, 300), 528), whole(m, 528, seed=m).bfloat16()
+    adapter = random_adapter(weight, 20)
+    u = hopper.adapter_input(x, adapter, tokens).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
+    exact = x.double() @ adapter.a[:, :, :528].flatten(0, 1).double().T
+    scaling = adapter.scaling.repeat_interleave(adapter.a.shape[1]).double()
+    assert torch.equal(u[:m], (exact * scaling).bfloat16())
+
+
 @pytest.mark.parametrize("tokens", [16, 128])
 def test_prepared_activations_are_as_described(emulate, tokens):
     """[token tile, chunk, token, position]: columns as a thread's fragments have them, 16-byte pieces swizzled."""
@@ -133,11 +148,8 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    defines = {"TOKENS": tokens, "SLICES": 0, "E8M0": 0}
-    prepare = hopper.kernel(
-        hopper._FOLDER / "prepare.cu", "w4a16_prepare", defines, hopper._PREPARE, x.device, cluster=8
-    )
-    prepare.launch((8, 1, 1), 128, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8))
+    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._prepare_threads(0)
+    prepare.launch((8, 1, 1), threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8))
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):
         for chunk in range(chunks):
