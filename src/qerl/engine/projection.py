@@ -4,7 +4,8 @@
 
 The base weight is the trainer's own tensor, never a copy. Linears that are neighbours in one PackedWeight, or whose
 dense weights are neighbouring rows of one tensor, are one product; others are one each. Adapters are copies, rounded
-once to the activations' dtype; while ranks stay, `sync` writes new values into the same memory.
+once to the activations' dtype; while ranks stay, `sync` writes new values into the same memory. Coded weights (NF4,
+INT4) are dequantised side by side into one scratch matrix, and are one product so (kernels/coded).
 
     base                                      adapter
     packed, one product, no rank above 64     within the product (kernels/w4a16): the finished sum is rounded once
@@ -25,12 +26,13 @@ from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from qerl.kernels.adapter import MAX_RANK, Factors, PackedAdapter, pack_adapter
+from qerl.kernels.coded import CodedWeight, coded_product
 from qerl.kernels.layout import PackedWeight
 from qerl.kernels.w4a16 import w4a16
 from qerl.nn.linear import PackedLinear
 from qerl.nn.lora import lora_factors
 
-Weight = PackedWeight | Tensor
+Weight = PackedWeight | list[CodedWeight] | Tensor
 
 
 class Projection:
@@ -129,7 +131,7 @@ def base_linear(linear: nn.Module) -> nn.Linear:
 
 def _fuse(bases: list[nn.Linear]) -> list[tuple[Weight, Tensor | None]]:
     """(weight, bias) of each product to compute: one for all linears where their storage allows, else one each."""
-    weights = [base.packed if isinstance(base, PackedLinear) else base.weight.detach() for base in bases]
+    weights = [_weight(base) for base in bases]
     biases: list[Tensor] = [base.bias for base in bases if base.bias is not None]
     whole = _neighbours(weights) if len(biases) in (0, len(bases)) else None
     if whole is None:
@@ -137,12 +139,21 @@ def _fuse(bases: list[nn.Linear]) -> list[tuple[Weight, Tensor | None]]:
     return [(whole, torch.cat(biases) if biases else None)]
 
 
+def _weight(base: nn.Linear) -> Weight:
+    if not isinstance(base, PackedLinear):
+        return base.weight.detach()
+    return base.packed if isinstance(base.packed, PackedWeight) else [base.packed]
+
+
 def _neighbours(weights: Sequence[Weight]) -> Weight | None:
     """The one weight that all of them are rows of, in order and without a gap; None if they are not."""
     packed = [w for w in weights if isinstance(w, PackedWeight)]
+    coded = [w for w in weights if isinstance(w, list)]
     dense = [w for w in weights if isinstance(w, Tensor)]
-    if packed and dense:
+    if len(weights) not in (len(packed), len(coded), len(dense)):
         return None
+    if coded:
+        return [w for part in coded for w in part]
     return _neighbours_packed(packed) if packed else _neighbours_dense(dense)
 
 
@@ -175,4 +186,6 @@ def _packed_whole(products: Sequence[tuple[Weight, Tensor | None]]) -> PackedWei
 
 
 def _product(x: Tensor, weight: Weight, bias: Tensor | None, adapter: PackedAdapter | None) -> Tensor:
-    return w4a16(x, weight, bias, adapter) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+    if isinstance(weight, PackedWeight):
+        return w4a16(x, weight, bias, adapter)
+    return coded_product(x, weight, bias) if isinstance(weight, list) else F.linear(x, weight, bias)

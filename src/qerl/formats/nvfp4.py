@@ -162,11 +162,14 @@ def squared_error(y: Float32[Tensor, "n b block"]) -> Float32[Tensor, "n b"]:
     top = y.clamp(max=E2M1_MAX)
     power = top.clamp(min=1.0).view(torch.int32) & 0x7F800000  # bits of 1, 2 or 4
     shift = (power + ((22 << 23) | (1 << 22))).view(torch.float32)  # power * 2^22 * 1.5 = step * 2^23 * 1.5
-    error = top.add_(shift).sub_(shift).sub_(y).square_()
-    # Halves added by hand: a fixed order, so that every device chooses the same codes.
-    while (size := error.shape[2]) > 1:
-        error = error[..., : size // 2] + error[..., size // 2 :]
-    return error.squeeze(2)
+    return sum_by_halves(top.add_(shift).sub_(shift).sub_(y).square_())
+
+
+def sum_by_halves(x: Float32[Tensor, "n b block"]) -> Float32[Tensor, "n b"]:
+    """Sum over a block, a power of two, in a fixed order: so every device chooses the same codes."""
+    while (size := x.shape[2]) > 1:
+        x = x[..., : size // 2] + x[..., size // 2 :]
+    return x.squeeze(2)
 
 
 def _e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:

@@ -1,15 +1,18 @@
 """y = x W^T + b with a frozen 4-bit W, and its gradient, without a dense W that outlives a product.
 
-    forward    y  = x W^T + b     kernels/w4a16: w4a16, from the codes for few tokens, else from a scratch copy
-    backward   dx = dy W          kernels/w4a16: w4a16_input_grad, which dequantises the codes into the scratch again
+                                  NVFP4, MXFP4 (PackedWeight)                 NF4, INT4 (CodedWeight)
+    forward    y  = x W^T + b     kernels/w4a16: from the codes for few       kernels/coded: from a dense copy in the
+                                  tokens, else from a copy in the scratch     scratch buffer
+    backward   dx = dy W          kernels/w4a16: from such a copy             kernels/coded: from such a copy
 
 W gets no gradient, so neither x nor a dense W is kept for the backward pass: all that autograd holds is a reference to
-the packed codes. Linears that read the same input (q, k, v; gate, up) are row views of one PackedWeight, so that the
-engine can compute them as one product; moving one of them moves the storage under all.
+the codes. Linears that read the same input (q, k, v; gate, up) are row views of one PackedWeight, so that the engine
+can compute them as one product; moving one of them moves the storage under all. Coded weights are one each.
 
-`weight` is the integer tiles: code that looks at `weight.device` works, and a blanket `.to(torch.bfloat16)` or
-`.half()`, which casts floating-point tensors only, leaves them exact. They are no parameter and in no state_dict:
-packed models are written by formats/checkpoint.py. Under torch.compile and torch.export a product is one operator.
+`weight` is the integers that hold the codes: code that looks at `weight.device` works, and a blanket
+`.to(torch.bfloat16)` or `.half()`, which casts floating-point parameters only, leaves codes and scales exact. They are
+no parameter and in no state_dict: packed models are written by formats/checkpoint.py. Under torch.compile and
+torch.export a packed product is one operator.
 """
 
 from __future__ import annotations
@@ -22,51 +25,54 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.coded import CodedWeight, coded_input_grad, coded_product
 from qerl.kernels.w4a16 import PackedWeight, w4a16, w4a16_input_grad
 
 
 class PackedLinear(nn.Linear):
     """A frozen linear whose weight is packed; see the module's text."""
 
-    packed: PackedWeight
-    """The codes: rows of a PackedWeight that other linears may share."""
+    packed: PackedWeight | CodedWeight
+    """The codes: rows of a PackedWeight that other linears may share, or codes of its own."""
 
-    def __init__(self, packed: PackedWeight, bias: Float[Tensor, " n"] | None = None) -> None:
+    def __init__(self, packed: PackedWeight | CodedWeight, bias: Float[Tensor, " n"] | None = None) -> None:
         nn.Module.__init__(self)  # nn.Linear's would make a dense weight
         self.out_features, self.in_features = packed.shape
         self.packed = packed
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
-    def weight(self) -> UInt8[Tensor, "tiles_n tiles_k bytes"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The tiles, for code that asks a linear for its weight's device."""
-        return self.packed.tiles
+    def weight(self) -> UInt8[Tensor, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The codes' bytes, for code that asks a linear for its weight's device."""
+        return self.packed.tiles if isinstance(self.packed, PackedWeight) else self.packed.codes.packed
 
     def forward(self, input: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """input W^T + bias, in the input's dtype."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and isinstance(self.packed, PackedWeight):
             return w4a16(input, self.packed, self.bias)  # an operator, which has its own autograd formula
         return _PackedLinear.apply(input, self.packed, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """nn.Module's way to move and cast; only a move reaches the codes."""
         super()._apply(fn, recurse)
-        self.packed.to_(fn(self.packed.tiles[:0]).device)
+        self.packed.to_(fn(self.weight[:0]).device)
         return self
 
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: PackedWeight | CodedWeight, bias: Tensor | None) -> Tensor:
         ctx.packed = packed
-        return w4a16(x, packed, bias)
+        return w4a16(x, packed, bias) if isinstance(packed, PackedWeight) else coded_product(x, [packed], bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = w4a16_input_grad(grad, ctx.packed)
+            packed: PackedWeight | CodedWeight = ctx.packed
+            coded = isinstance(packed, CodedWeight)
+            grad_x = coded_input_grad(grad, packed) if coded else w4a16_input_grad(grad, packed)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, None, grad_bias

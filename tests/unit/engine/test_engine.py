@@ -63,6 +63,17 @@ def test_logprobs_are_those_of_transformers(family: str, per: str) -> None:
         assert gap(model, asked, results, other, temperature=0.8) > 4 * TOLERANCE
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_formats_without_a_fused_kernel(format: str) -> None:
+    model = policy("qwen2", format=format)
+    engine = paged(model)
+    engine.sync(None)
+    asked = requests(9, 20)
+    results = engine.generate(asked, SAMPLING)
+    assert gap(model, asked, results, None) <= TOLERANCE
+    assert gap(policy("qwen2"), asked, results, None) > 4 * TOLERANCE  # another format's codes
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_plain_weights_without_adapters(family: str) -> None:
     model = policy(family, packed=False, lora=False)

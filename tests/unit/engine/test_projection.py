@@ -100,6 +100,23 @@ def test_adapters_come_go_and_change_their_rank() -> None:
     check(fused, linears)
 
 
+@pytest.mark.parametrize("format", ["nf4", "int4"])
+def test_coded_weights_are_one_product(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2", format=format)
+    linears, calls = qkv(model), []
+    product = projection.coded_product
+    monkeypatch.setattr(projection, "coded_product", lambda *args: calls.append(args) or product(*args))
+    fused = Projection(linears, torch.float32)
+    (weights,) = fused.weights
+    assert all(w is base_linear(linear).packed for w, linear in zip(weights, linears, strict=True))
+    fused.sync()
+    check(fused, linears)
+    assert len(calls) == 1
+    check(fused, linears, gain=3.0)
+    base_linear(linears[0]).packed.codes.packed.fill_(0)  # the trainer's own storage is what is read
+    check(fused, linears)
+
+
 @pytest.mark.parametrize("why", ["dense", "rank", "several"])
 def test_what_no_product_takes_in_is_added_beside(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy("qwen2", packed=why != "dense", lora=False)

@@ -14,7 +14,9 @@ from transformers.models.qwen3 import Qwen3Config
 
 from qerl.config import LoraConfig, RolloutConfig
 from qerl.engine.engine import build_engine
+from qerl.formats import int4, nf4
 from qerl.formats.nvfp4 import quantize
+from qerl.kernels.coded import CodedWeight
 from qerl.kernels.layout import pack
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear
@@ -55,6 +57,7 @@ def policy(
     family: str,
     *,
     packed: bool = True,
+    format: str = "nvfp4",
     lora: bool = True,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -82,7 +85,7 @@ def policy(
         if hasattr(module, "variance_epsilon"):
             model.set_submodule(name, RMSNorm(module.get_parameter("weight"), module.variance_epsilon))
     if packed:
-        pack_linears(model)
+        pack_linears(model, format)
     model.requires_grad_(False).to(device)
     if not lora:
         return model
@@ -91,14 +94,21 @@ def policy(
     return adapted
 
 
-def pack_linears(model: PreTrainedModel) -> None:
+def pack_linears(model: PreTrainedModel, format: str) -> None:
     for layer in decoder_layers(model):
         for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
             block = layer.mlp if hasattr(layer.mlp, group[0]) else layer.self_attn
             linears = [getattr(block, name) for name in group]
-            whole = pack([quantize(linear.weight.detach()) for linear in linears])
-            for i, (name, linear) in enumerate(zip(group, linears, strict=True)):
-                setattr(block, name, PackedLinear(whole.part(i), linear.bias))
+            weights = [linear.weight.detach() for linear in linears]
+            if format == "nvfp4":
+                whole = pack([quantize(w) for w in weights])
+                parts = [whole.part(i) for i in range(len(group))]
+            else:
+                parts = [
+                    CodedWeight(nf4.quantize(w) if format == "nf4" else int4.quantize(w, group=32)) for w in weights
+                ]
+            for name, linear, part in zip(group, linears, parts, strict=True):
+                setattr(block, name, PackedLinear(part, linear.bias))
 
 
 def scatter_adapters(model: nn.Module, size: float = 0.3) -> None:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qerl.formats import int4, nf4
 from qerl.formats.nvfp4 import dequantize, quantize
+from qerl.kernels.coded import CodedWeight
 from qerl.kernels.w4a16 import pack
 from qerl.nn.linear import PackedLinear
 
@@ -125,3 +127,92 @@ def test_a_copy_of_a_model_is_independent():
 def test_codes_are_no_parameter():
     linear, _ = problem()
     assert list(linear.state_dict()) == ["bias"] and [name for name, _ in linear.named_parameters()] == ["bias"]
+
+
+# Formats without a fused kernel
+
+
+def coded_problem(format: str, n: int = 144, k: int = 128, bias: bool = True) -> tuple[PackedLinear, torch.Tensor]:
+    """A linear over NF4 or INT4 codes, and the dense weight that it stands for."""
+    torch.manual_seed(0)
+    weight = torch.randn(n, k)
+    module = nf4 if format.startswith("nf4") else int4
+    options = {"nf4": {"double_quant": False}, "nf4 double": {}, "int4": {}, "int4 symmetric": {"symmetric": True}}
+    codes = module.quantize(weight, **options[format])
+    return PackedLinear(CodedWeight(codes), torch.randn(n) if bias else None), module.dequantize(codes)
+
+
+CODED = ["nf4", "nf4 double", "int4", "int4 symmetric"]
+
+
+@pytest.mark.parametrize("format", CODED)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128), (0, 128)])
+def test_coded_forward_and_backward_are_a_dense_linears(shape, bias, format):
+    linear, weight = coded_problem(format, bias=bias)
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], 144)
+    y, expected = linear(x), F.linear(x, weight, linear.bias)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
+    (actual,) = torch.autograd.grad(y, x, grad)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, x, grad)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("format", CODED)
+def test_coded_gradient_agrees_with_finite_differences(format):
+    linear, _ = coded_problem(format)
+    x, direction = torch.randn(3, 128, requires_grad=True), torch.randn(3, 128)
+    (grad,) = torch.autograd.grad(linear(x).square().sum(), x)
+    step = 1e-2
+    with torch.no_grad():
+        difference = linear(x + step * direction).square().sum() - linear(x - step * direction).square().sum()
+    torch.testing.assert_close((grad * direction).sum(), difference / (2 * step), rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("format", CODED)
+def test_a_coded_linear_keeps_its_codes_alone(format):
+    """Two products in a row share the scratch buffer, and the first one's backward pass is still right."""
+    first, weight = coded_problem(format)
+    second, _ = coded_problem(format, n=128)
+    x = torch.randn(4, 128, requires_grad=True)
+    assert saved_for_backward(first, x) == []
+    y = first(x)
+    assert y.grad_fn.packed is first.packed
+    second(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], weight.sum(0).expand(4, -1), atol=1e-4, rtol=1e-4)
+    assert list(first.state_dict()) == ["bias"]
+
+
+@pytest.mark.parametrize("format", CODED)
+def test_coded_in_bf16_multiplies_with_the_rounded_weight(format):
+    linear, weight = coded_problem(format)
+    before = [None if t is None else t.clone() for t in linear.packed.codes]
+    linear.bfloat16()
+    for a, b in zip(linear.packed.codes, before, strict=True):
+        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+    x = torch.randn(9, 128).bfloat16().requires_grad_()
+    y, expected = linear(x), F.linear(x.float(), weight.bfloat16().float(), linear.bias.float())
+    assert y.dtype == torch.bfloat16 and (y - expected).norm() < 4e-3 * expected.norm()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    expected = weight.bfloat16().float().sum(0).expand(9, -1)
+    assert grad.dtype == torch.bfloat16 and (grad - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_a_coded_linear_moves_and_copies():
+    linear, _ = coded_problem("nf4 double")
+    copied = copy.deepcopy(linear)
+    assert torch.equal(copied.weight, linear.weight) and copied.weight.data_ptr() != linear.weight.data_ptr()
+    linear.to("meta")
+    assert all(t.is_meta for t in linear.packed.codes) and linear.weight.is_meta and linear.packed.shape == (144, 128)
+    with pytest.raises(ValueError, match="the tensor is on cpu, the weight on meta"):
+        linear(torch.randn(2, 128))
+    with pytest.raises(ValueError, match=r"wants \[\.\., 128\]"):
+        copied(torch.randn(2, 96))
+
+
+def test_torch_compile_leaves_coded_products_to_pytorch():
+    linear, _ = coded_problem("nf4")
+    x = torch.randn(3, 128, requires_grad=True)
+    y = torch.compile(nn.Sequential(linear, nn.ReLU()), backend="eager")(x)
+    torch.testing.assert_close(y, linear(x).relu())
+    expected = torch.autograd.grad(linear(x).relu().sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected)

@@ -30,7 +30,7 @@ _captured: dict[int, Tensor] = {}  # by address: graphs replay with these, so th
 def dequant(weight: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "padded_rows padded_columns"]:
     """The exact dense matrix without global scale, valid until the next call for this device and dtype."""
     rows, columns = weight.padded_shape
-    out = _scratch(weight.device, dtype, rows * columns).view(rows, columns)
+    out = scratch(weight.device, dtype, rows * columns).view(rows, columns)
     if weight.device.type == "cuda" and dtype == torch.bfloat16:
         from qerl.kernels.dequant.dequant import dequant_bf16  # Triton is there where CUDA is
 
@@ -40,7 +40,8 @@ def dequant(weight: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "padded_r
     return out
 
 
-def _scratch(device: torch.device, dtype: torch.dtype, size: int) -> Tensor:
+def scratch(device: torch.device, dtype: torch.dtype, size: int) -> Float[Tensor, " size"]:
+    """The buffer's first `size` numbers, with whatever the last call left there."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     buffer = _buffers.get((device, dtype))
     if buffer is None or buffer.numel() < size:

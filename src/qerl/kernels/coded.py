@@ -1,0 +1,88 @@
+"""Products with weights in formats that have no fused kernel (NF4, INT4): dequantised whole, then an ordinary product.
+
+    coded_product      y  = x W^T + bias        W = codes -> scratch buffer (kernels/dequant), in x's dtype
+    coded_input_grad   dx = dy W
+
+W is rounded to x's dtype before the product, as bitsandbytes and others do it; packed formats (kernels/w4a16) enter
+exactly. Several weights that read the same input are one product: their rows follow each other in the buffer.
+
+A baseline's path: every product writes and reads all of W in bf16, five times the bytes of the codes, in a few PyTorch
+operations. Works on any device and in CUDA graphs, under the scratch buffer's rules. Neither function records a graph
+for autograd (nn/linear.py does); under torch.compile they break it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.formats import int4, nf4
+from qerl.formats.int4 import INT4Tensor
+from qerl.formats.nf4 import NF4Tensor
+from qerl.kernels.dequant import scratch
+
+
+@dataclass(eq=False)
+class CodedWeight:
+    """A frozen weight [N, K] as its format stores it."""
+
+    codes: NF4Tensor | INT4Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, half = self.codes.packed.shape
+        return n, 2 * half
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.packed.device
+
+    def to_(self, device: torch.device | str) -> None:
+        """Move the codes."""
+        moved = {name: t.to(device) for name, t in self.codes._asdict().items() if t is not None}
+        self.codes = self.codes._replace(**moved)
+
+
+@torch.compiler.disable()
+@torch.no_grad()
+def coded_product(
+    x: Float[Tensor, "*batch k"], weights: Sequence[CodedWeight], bias: Float[Tensor, " n"] | None = None
+) -> Float[Tensor, "*batch n"]:
+    """x W^T + bias, in x's dtype, of all the weights' rows in order. ValueError: another K, or x on another device."""
+    _check(x, weights[0].shape[1], weights)
+    return F.linear(x, _dense(weights, x.dtype), bias)
+
+
+@torch.compiler.disable()
+@torch.no_grad()
+def coded_input_grad(dy: Float[Tensor, "*batch n"], weight: CodedWeight) -> Float[Tensor, "*batch k"]:
+    """dy W, the gradient of `coded_product` with respect to x. ValueError as there, with N for K."""
+    _check(dy, weight.shape[0], [weight])
+    return dy @ _dense([weight], dy.dtype)
+
+
+def _dense(weights: Sequence[CodedWeight], dtype: torch.dtype) -> Float[Tensor, "n k"]:
+    """All rows in the scratch buffer, valid until the next product."""
+    rows, columns = [w.shape[0] for w in weights], weights[0].shape[1]
+    dense = scratch(weights[0].device, dtype, sum(rows) * columns).view(-1, columns)
+    for w, out in zip(weights, dense.split(rows), strict=True):
+        if isinstance(w.codes, NF4Tensor):
+            nf4.dequantize(w.codes, out=out)
+        else:
+            int4.dequantize(w.codes, out=out)
+    return dense
+
+
+def _check(x: Tensor, size: int, weights: Sequence[CodedWeight]) -> None:
+    shapes = [list(w.shape) for w in weights]
+    if x.shape[-1] != size:
+        raise ValueError(f"a tensor of shape {list(x.shape)} against weights of shape {shapes}: wants [.., {size}]")
+    if x.device != weights[0].device:
+        raise ValueError(f"the tensor is on {x.device}, the weight on {weights[0].device}: move one of them")
