@@ -1,6 +1,6 @@
 // Instructions that CUDA C++ has no name for without CUDA's headers, one function each, and the integer types.
 //
-// portable.cu has no other assembly: tests/kernels/emulation.cpp has the same functions for a CPU, and runs it there.
+// portable.cu has no other assembly: tests/kernels/on_cpu has the same functions for a CPU, and runs it there.
 #ifndef QERL_PTX
 #define QERL_PTX
 

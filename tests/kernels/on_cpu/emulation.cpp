@@ -1,14 +1,14 @@
 // Runs a kernel's own source on a CPU, thread by thread: what cannot be seen without a GPU is its speed, not its result.
 //
-// CUDA's names and the functions of kernels/ptx.cuh, one for each instruction, are defined here for the CPU by the PTX
-// ISA's definitions (and those of w4a16/hopper.cuh in the file of that name beside this one); then the source is included. The threads of a block are fibers that give way
-// where they wait for others. Blocks run one after another in either order, those of a cluster in turns. What may
-// happen does:
+// CUDA's names and the functions of kernels/ptx.cuh, one for each instruction, are defined here for the CPU, by the PTX
+// ISA's definitions (those of w4a16/hopper.cuh in the file of that name beside this one); then the source is included.
+// The threads of a block are fibers that give way where they wait for others. Blocks run one after another in either
+// order, those of a cluster in turns. What may happen does:
 //
 //   shared memory starts as NaN, and ends so with its block
 //   one warp goes on only when no other can (block i: warp i)
-//   cp.async copies arrive when they are waited for, bulk copies at once (even blocks) or, the last first, when nobody can
-//   go on without (odd blocks)
+//   copies arrive late: those of cp.async when they are waited for; bulk copies when nobody can go on without, the last
+//   one first (odd blocks), or else at once (even blocks)
 //   wgmma reads its operands, registers too, and writes its result when it is waited for
 //
 //     g++ -shared -fPIC -std=c++17 -DSOURCE='"portable.cu"' -DEXPORTS='RUN(w4a16)' -DDYNAMIC=shared ... emulation.cpp

@@ -78,20 +78,24 @@ void wgmma(float* d, const uint32_t* a, uint32_t tile, int add) {
 template <int LEFT>
 void wgmma_wait() {
     auto& groups = self().multiplications;
-    const int first_lane = threadIdx.x / 32 * 32, lane = threadIdx.x % 32, finished = max(0, int(groups.size()) - 1 - LEFT);
+    const int first_lane = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+    const int finished = max(0, int(groups.size()) - 1 - LEFT);
     __syncwarp();
     for (int group = 0; group < finished; ++group)
         for (int i = 0; i < int(groups[group].size()); ++i) {
             const Multiplication& m = groups[group][i];
             const uint32_t* a[2][4];  // this lane's two rows, four pairs of k: fragments of the lanes of a quad
-            for (int t = 0; t < 4; ++t)
-                a[0][t] = block->fibers[first_lane + lane / 4 * 4 + t].multiplications[group][i].a, a[1][t] = a[0][t] + 1;
+            for (int t = 0; t < 4; ++t) {
+                a[0][t] = block->fibers[first_lane + lane / 4 * 4 + t].multiplications[group][i].a;
+                a[1][t] = a[0][t] + 1;
+            }
             for (int j = 0; j < m.n / 2; ++j) {
                 const int token = j / 4 * 8 + lane % 4 * 2 + j % 2, h = j / 2 % 2;
                 float sum = m.add ? m.d[j] : 0;
                 for (int k = 0; k < 16; ++k) {
                     const uint32_t at = ((m.tile & 0xFFFF) << 4) + token / 8 * 1024 + token % 8 * 128 + 2 * k;
-                    const bf16 b = read<bf16>(__start_block_memory + (at ^ (at >> 7 & 7) << 4));  // the 128-byte swizzle
+                    const uint32_t swizzled = at ^ (at >> 7 & 7) << 4;  // rows of 128 bytes
+                    const bf16 b = read<bf16>(__start_block_memory + swizzled);
                     sum += value(a[h][k % 8 / 2][k / 8 * 2], k % 2) * value(b);
                 }
                 m.d[j] = sum;
