@@ -36,7 +36,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: T
         "reward_std": _std(rewards),
         "reward_group_std": _mean([_std(group) for group in scored if len(group) > 1]),
         "frac_reward_zero_std": stats.num_zero_variance_groups / stats.num_sampled_groups,
-        "accuracy": _mean([float(grade is True) for grade in grades]),
+        "accuracy": _mean([float(grade is True) for grade in grades]) if set(grades) != {None} else math.nan,
         "ungraded": sum(grade is None for grade in grades),
         "rollout_entropy": _mean(entropies),
         "completions/new_tokens": stats.num_new_tokens,

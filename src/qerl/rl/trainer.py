@@ -59,7 +59,7 @@ from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
-from qerl.tasks import load_task
+from qerl.tasks import Task, load_task
 from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, SamplingParams
 
@@ -76,16 +76,24 @@ class RunFailed(RuntimeError):
 
 
 class Trainer:
-    """One run, from its config to its adapter."""
+    """One run, from its config to its adapter. `task` and `rewards`: instead of those that the config names."""
 
-    def __init__(self, config: RunConfig, *, resume: bool = False, display: Display | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task | None = None,
+        rewards: RewardRunner | None = None,
+        resume: bool = False,
+        display: Display | None = None,
+    ) -> None:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
         self.display = display or Display(config.steps, title=config.output_dir)
-        self.task = load_task(config.task, config.seed)
-        self.rewards = RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
+        self.task = task or load_task(config.task, config.seed)
+        self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         self.eval_examples = self._held_out_problems()
 
         base, self.tokenizer = load_model(config.model)

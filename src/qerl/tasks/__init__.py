@@ -6,6 +6,7 @@
 |---|---|
 | `arithmetic.py` | generated chains of sums, endless |
 | `data.py` | GSM8K, MATH, Big-Math, MATH-500, AIME, AMC, and a user's own data; rows come from `table.py` |
+| `rows.py` | rows of a Python program |
 | `reasoning.py` | the generators of reasoning-gym |
 | `prompts.py` | the system message and the think and answer tags |
 | `graders.py` | graders by name: `numbers.py`; `math_grader.py` with its `math_pool.py` and `math_worker.py` |

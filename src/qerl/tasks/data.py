@@ -151,8 +151,8 @@ class DataTask:
             return self._cut(self._rows(place, splits, name, config), config.held_out_share, place)
         if name is not None:
             train = self._rows(place, splits, name, config)
-        prompts = {_key(prompt) for prompt, _ in held_out}
-        return [row for row in train if _key(row[0]) not in prompts], held_out
+        prompts = {problem_key(prompt) for prompt, _ in held_out}
+        return [row for row in train if problem_key(row[0]) not in prompts], held_out
 
     def _rows(self, place: str, splits: Splits, name: str, config: TaskConfig) -> list[tuple[Prompt, Row]]:
         """Return the problems of one split that the filters keep."""
@@ -175,10 +175,11 @@ class DataTask:
         rows: list[tuple[Prompt, Row]], share: float, place: str
     ) -> tuple[list[tuple[Prompt, Row]], list[tuple[Prompt, Row]]]:
         """Cut off the held-out share."""
-        hashes = {_key(prompt): hashlib.blake2b(_key(prompt).encode(), digest_size=8).digest() for prompt, _ in rows}
+        keys = {problem_key(prompt) for prompt, _ in rows}
+        hashes = {key: hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys}
         chosen = set(sorted(hashes, key=hashes.__getitem__)[: int(len(hashes) * share)])
-        train = [row for row in rows if _key(row[0]) not in chosen]
-        held_out = [row for row in rows if _key(row[0]) in chosen]
+        train = [row for row in rows if problem_key(row[0]) not in chosen]
+        held_out = [row for row in rows if problem_key(row[0]) in chosen]
         if not train or not held_out:
             raise ValueError(
                 f"{place} gives {len(train)} training and {len(held_out)} held-out problems: both are needed; give "
@@ -236,7 +237,8 @@ def _only(splits: Splits, place: str) -> str:
     return next(iter(splits))
 
 
-def _key(prompt: Prompt) -> str:
+def problem_key(prompt: Prompt) -> str:
+    """Return a text that two problems share only if their prompts are the same."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 

@@ -13,6 +13,7 @@ and is called once a batch, by keyword, with lists of one entry a completion:
 * `completion_ids`: the token ids of each completion;
 * every column of the data set by its name (`answer`, ...), one value a completion;
 * `trainer_state`: not a list, an object with `global_step` and `max_steps`.
+With `RewardSpec.plain_text`, prompts (their last message) and completions are plain strings instead.
 A function without `**kwargs` is given only what it names, and the constants of `rewards.arguments`. What it names
 without a default must exist, which is checked before a run starts.
 
@@ -113,6 +114,8 @@ class RewardSpec:
     """Factor of its values in the sum."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Constants that it is called with."""
+    plain_text: bool = False
+    """Hand it prompts and completions as text, not as chat messages: TRL's way where the data's prompts are text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +281,9 @@ class RewardRunner:
     def _arguments(self, spec: RewardSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._wanted[spec.name]
         given = {name: value for name, value in arguments.items() if wanted is None or name in wanted}
+        if spec.plain_text:
+            chats = [name for name in ("prompts", "completions") if name in given]
+            given |= {name: [messages[-1]["content"] for messages in given[name]] for name in chats}
         return given | dict(spec.arguments)
 
     def _batch_failed(self, name: str, error: BaseException, where: str) -> None:
