@@ -2,10 +2,10 @@
 
     y = softmax(q K^T * scale) V       K, V: of the token's own sequence, up to itself
 
-Both classes are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k; both
-first write k and v to the cache. `PromptAttention` needs no page table, since a prompt is its own whole context;
-`DecodeAttention` goes over pages (kernels/attention). Leaves out sliding windows (engine/model.py refuses contexts
-that would need one) and prompts that are continued from pages.
+Both classes are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k,
+after k and v were stored where `destination(layer)` says. `PromptAttention` needs no page table, since a prompt is its
+own whole context; `DecodeAttention` goes over pages (kernels/attention). Leaves out sliding windows (engine/model.py
+refuses contexts that would need one) and prompts that are continued from pages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from torch import Tensor
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.kernels.attention import decode_attention
+from qerl.kernels.rope import Destination
 from qerl.nn.attention import Packing, attend_packed
 
 
 @runtime_checkable
 class Attention(Protocol):
     """What the decoder calls in every layer."""
+
+    def destination(self, layer: int) -> Destination | None:
+        """Where the layer's k and v must be before the call; None: they are not kept."""
+        ...
 
     def __call__(
         self,
@@ -47,11 +52,15 @@ class PromptAttention:
         self._packing = Packing(ends.to(device), tuple(lengths))
         self._write_to = write_to
 
+    def destination(self, layer: int) -> Destination | None:
+        """See `Attention`."""
+        if self._write_to is None:
+            return None
+        cache, rows = self._write_to
+        return Destination(cache.pool[layer], rows)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
-        if self._write_to is not None:
-            cache, rows = self._write_to
-            cache.write(layer, rows, k, v)
         return attend_packed(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._packing).flatten(1)
 
 
@@ -64,7 +73,10 @@ class DecodeAttention:
         page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
         self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
 
+    def destination(self, layer: int) -> Destination:
+        """See `Attention`."""
+        return Destination(self._cache.pool[layer], self._rows)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
-        self._cache.write(layer, self._rows, k, v)
         return decode_attention(q, self._cache.pool[layer], self._page_table, self._lengths).flatten(1)

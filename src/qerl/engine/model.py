@@ -9,7 +9,8 @@ Knows Llama, Mistral, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norms on the heads 
 model is none of these. Weights, embedding and head are the model's, read at every call; adapters and norm vectors are
 copies that `sync` refreshes; rotary angles come from the model's own module, so that scaled positions are right.
 Rounding follows the trainer's forward pass: activations in the embedding's dtype, norms in fp32, products as in
-projection.py.
+projection.py. Between two products runs one operation of kernels/: norm (which also adds what the block before gave),
+rope, attention or activation.
 
 Called by the runner, with an attention of attention.py, and by the probe. Leaves out sliding windows.
 """
@@ -26,8 +27,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from qerl.engine.attention import Attention
-from qerl.engine.norms import Gains, NormBuffers, rms_norm
+from qerl.engine.norms import Gains, NormBuffers
 from qerl.engine.projection import Projection, base_linear
+from qerl.kernels.activation import swiglu
+from qerl.kernels.norm import add_rms_norm_
+from qerl.kernels.rope import HeadNorms, rotate_and_store_
 from qerl.nn import structure
 from qerl.nn.lora import LoraLinear
 from qerl.noise import SITE_NAMES, NoiseDraw
@@ -105,18 +109,18 @@ class Decoder:
     ) -> Float[Tensor, "t h"]:
         """Hidden states after the final norm. `attend` says what each token sees; adapter_gain multiplies adapters."""
         x = F.embedding(tokens, self._embedding)
-        cos, sin = (angle[0][:, None] for angle in self._rotary(x, positions[None]))
-        final_norm, *head_norms = self.norms.others
+        cos, sin = (angle[0, :, : self.head_dim // 2] for angle in self._rotary(x, positions[None]))
+        final_norm, *head_gains = self.norms.others
+        delta = None  # what the block before adds to x: added by the next norm
         for i, layer in enumerate(self._layers):
-            normed = rms_norm(x, gains.of_site(2 * i), self._eps)
+            normed = add_rms_norm_(x, delta, gains.of_site(2 * i), self._eps, gains.index)
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in layer.qkv(normed, adapter_gain))
-            if self._has_head_norms:
-                q, k = rms_norm(q, head_norms[2 * i], self._eps), rms_norm(k, head_norms[2 * i + 1], self._eps)
-            mixed = attend(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-            x = x + layer.o(mixed, adapter_gain)[0]
-            gate, up = layer.gate_up(rms_norm(x, gains.of_site(2 * i + 1), self._eps), adapter_gain)
-            x = x + layer.down(F.silu(gate) * up, adapter_gain)[0]
-        return rms_norm(x, final_norm, self._eps)
+            norms = HeadNorms(head_gains[2 * i], head_gains[2 * i + 1], self._eps) if self._has_head_norms else None
+            rotate_and_store_(q, k, v, cos, sin, norms, attend.destination(i))
+            delta = layer.o(attend(i, q, k, v), adapter_gain)[0]
+            normed = add_rms_norm_(x, delta, gains.of_site(2 * i + 1), self._eps, gains.index)
+            delta = layer.down(swiglu(*layer.gate_up(normed, adapter_gain)), adapter_gain)[0]
+        return add_rms_norm_(x, delta, final_norm, self._eps)
 
     def logits(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:
         """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py)."""
@@ -150,8 +154,3 @@ def sliding_window(model: nn.Module) -> int | None:
     if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]):
         return None
     return getattr(config, "sliding_window", None)
-
-
-def _rotate(x: Float[Tensor, "t heads d"], cos: Float[Tensor, "t 1 d"], sin: Float[Tensor, "t 1 d"]) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,6 +1,6 @@
 """The engine's norm vectors: fp32 copies of the trainer's, with the rollout's noise already added.
 
-    y = gain * x / rms(x)          gain = w + Z at the noisy sites, w elsewhere; fp32, rounded once to x's dtype
+    y = gain * x / rms(x)          gain = w + Z at the noisy sites, w elsewhere (kernels/norm)
 
 The trainer's weights are read and never written: `sync` copies them, and Z is added to the copy, so noise cannot pile
 up. Which Z a token runs under is decided by its stream (qerl/noise.py):
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 
 from qerl.noise import ROLLOUT_STREAM, NoiseDraw, running_norm
@@ -31,8 +31,8 @@ class Gains(NamedTuple):
     """Row of each token; None: row t for token t, or the only row for all."""
 
     def of_site(self, site: int) -> Float32[Tensor, "rows h"]:
-        """One row a token, or a single row."""
-        return self.rows[site] if self.index is None else self.rows[site][self.index]
+        """What `index` refers to."""
+        return self.rows[site]
 
 
 class NormBuffers:
@@ -74,12 +74,6 @@ class NormBuffers:
             return clean
         on_device = torch.tensor(streams, dtype=torch.int64, device=clean.device)
         return clean + torch.stack([draw.rows(site, on_device, size) for site in range(sites)])
-
-
-def rms_norm(x: Float[Tensor, "*batch h"], gain: Float32[Tensor, "*rows h"], eps: float) -> Float[Tensor, "*batch h"]:
-    """gain * x / rms(x) in fp32, rounded once to x's dtype; gain has one row a token, or one for all."""
-    wide = x.float()
-    return (gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 def _vector(module: Any) -> Float32[Tensor, " h"]:

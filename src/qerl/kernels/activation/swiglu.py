@@ -1,0 +1,38 @@
+"""Triton kernel: one program makes WIDTH columns of one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.kernels.numerics import rounded
+
+WIDTH: Any = 1024
+"""16 bytes of each operand a thread."""
+
+
+def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:
+    """`swiglu` on one CUDA device; rows contiguous."""
+    assert gate.shape == up.shape and gate.stride(1) == up.stride(1) == 1
+    tokens, n = gate.shape
+    out = torch.empty(tokens, n, dtype=gate.dtype, device=gate.device)
+    with torch.cuda.device_of(gate):
+        _swiglu_kernel[(tokens, triton.cdiv(n, WIDTH))](gate, up, out, gate.stride(0), up.stride(0), n, WIDTH)
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, n, WIDTH: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < n
+    dtype = out_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    silu = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+    tl.store(out_ptr + token * n + column, rounded(silu * up, dtype), mask=inside)

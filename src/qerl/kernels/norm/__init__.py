@@ -1,0 +1,37 @@
+"""norm: the residual addition and the RMSNorm after it, in one pass over the hidden states.
+
+    x[t] = x[t] + delta[t]                                            rounded to x's dtype, in place; delta may be None
+    y[t] = gain[row t] * (x[t] / sqrt(mean(x[t]^2) + eps))            fp32 from the rounded x on, rounded once
+
+Contract: gain, fp32, is the norm's weight with the rollout's noise in it (engine/norms.py): one row for all tokens, row
+t for token t, or row index[t]. Rows of all arguments may be far apart. A token's bits depend on its own row alone.
+
+    device, dtype of x      path
+    CUDA, bf16              add_rms_norm.py: Triton, one program a token, each byte read and written once
+    anything else           reference.py
+
+Called by the engine's decoder. Leaves out gradients (nn/rmsnorm.py has them) and norms of heads (kernels/rope).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from qerl.kernels.norm.reference import add_rms_norm_reference_
+
+
+def add_rms_norm_(
+    x: Float[Tensor, "t h"],
+    delta: Float[Tensor, "t h"] | None,
+    gain: Float32[Tensor, "*rows h"],
+    eps: float,
+    index: Int64[Tensor, " t"] | None = None,
+) -> Float[Tensor, "t h"]:
+    """Add `delta` to x in place; the norm of the sum. gain is [h], [1, h], [t, h], or the rows that `index` names."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_  # Triton is there where CUDA is
+
+        return add_rms_norm_bf16_(x, delta, gain, eps, index)
+    return add_rms_norm_reference_(x, delta, gain, eps, index)

@@ -1,0 +1,53 @@
+"""Head norms, rotation and copy by torch, operation by operation in q's dtype."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor
+
+from qerl.kernels.norm.reference import rms_norm_reference
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms over each head of q and of k (Qwen3)."""
+
+    q_gain: Float32[Tensor, " d"]
+    k_gain: Float32[Tensor, " d"]
+    eps: float
+
+
+class Destination(NamedTuple):
+    """Where keys and values of t tokens are kept."""
+
+    pages: Float[Tensor, "2 pages page_size kv_heads d"]
+    """Keys, then values; contiguous."""
+    rows: Int64[Tensor, " t"]
+    """page * page_size + offset of each token. Tokens that share a row leave one of theirs there."""
+
+
+def rotate_and_store_reference_(
+    q: Float[Tensor, "t heads d"],
+    k: Float[Tensor, "t kv_heads d"],
+    v: Float[Tensor, "t kv_heads d"],
+    cos: Float[Tensor, "t half"],
+    sin: Float[Tensor, "t half"],
+    norms: HeadNorms | None = None,
+    destination: Destination | None = None,
+) -> None:
+    """`rotate_and_store_`."""
+    if norms is not None:
+        q.copy_(rms_norm_reference(q, norms.q_gain, norms.eps))
+        k.copy_(rms_norm_reference(k, norms.k_gain, norms.eps))
+    for x in (q, k):
+        x.copy_(_rotated(x, cos[:, None], sin[:, None]))
+    if destination is not None:
+        for pages, x in zip(destination.pages, (k, v), strict=True):
+            pages.flatten(0, 1).index_copy_(0, destination.rows, x)
+
+
+def _rotated(x: Float[Tensor, "t heads d"], cos: Float[Tensor, "t 1 half"], sin: Float[Tensor, "t 1 half"]) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,118 @@
+"""Triton kernel: one program takes one key head of one token, and the query heads that share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from qerl.kernels.numerics import rounded
+from qerl.kernels.rope.reference import Destination, HeadNorms
+
+
+def rotate_and_store_bf16_(
+    q: Float[Tensor, "t heads d"],
+    k: Float[Tensor, "t kv_heads d"],
+    v: Float[Tensor, "t kv_heads d"],
+    cos: Float[Tensor, "t half"],
+    sin: Float[Tensor, "t half"],
+    norms: HeadNorms | None = None,
+    destination: Destination | None = None,
+) -> None:
+    """`rotate_and_store_` on one CUDA device; d is a power of two."""
+    tokens, heads, d = q.shape
+    kv_heads = k.shape[1]
+    assert all(x.stride()[1:] == (d, 1) for x in (q, k, v)), "heads of a token must be adjacent"
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1 and cos.dtype == sin.dtype == q.dtype
+    assert destination is None or destination.pages.is_contiguous()
+    group = heads // kv_heads
+    sizes: Any = {"KV_HEADS": kv_heads, "GROUP": group, "ROWS": triton.next_power_of_2(group), "HALF": d // 2}
+    which: Any = {"NORM": norms is not None, "STORE": destination is not None, "num_warps": 2}
+    q_gain, k_gain, eps = (cos, cos, 0.0) if norms is None else norms
+    keys, values, rows = (k, v, cos) if destination is None else (*destination.pages, destination.rows)
+    with torch.cuda.device_of(q):
+        _rotate_kernel[(tokens, kv_heads)](
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            q_gain,
+            k_gain,
+            keys,
+            values,
+            rows,
+            eps,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            cos.stride(0),
+            **sizes,
+            **which,
+        )
+
+
+@triton.jit
+def _rotate_heads(at, inside, gain_ptr, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotate the heads at the pointers `at` [heads, half], in place; the new halves."""
+    dtype = at.dtype.element_ty
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        column = tl.arange(0, HALF)
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        inverse_rms = tl.rsqrt(mean + eps)[:, None]
+        first = rounded(tl.load(gain_ptr + column)[None, :] * (first * inverse_rms), dtype).to(tl.float32)
+        second = rounded(tl.load(gain_ptr + HALF + column)[None, :] * (second * inverse_rms), dtype).to(tl.float32)
+    a, b = rounded(first * cos, dtype).to(tl.float32), rounded(second * sin, dtype).to(tl.float32)
+    c, d = rounded(second * cos, dtype).to(tl.float32), rounded(first * sin, dtype).to(tl.float32)
+    first, second = rounded(a - b, dtype), rounded(c + d, dtype)
+    tl.store(at, first, mask=inside)
+    tl.store(at + HALF, second, mask=inside)
+    return first, second
+
+
+@triton.jit
+def _rotate_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_gain_ptr,
+    k_gain_ptr,
+    keys_ptr,
+    values_ptr,
+    rows_ptr,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    angle_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, HALF)[None, :]
+    cos = tl.load(cos_ptr + token * angle_stride + column).to(tl.float32)
+    sin = tl.load(sin_ptr + token * angle_stride + column).to(tl.float32)
+    row = tl.arange(0, ROWS)[:, None]
+    at = q_ptr + token * q_stride + (kv_head * GROUP + row) * (2 * HALF) + column
+    _rotate_heads(at, row < GROUP, q_gain_ptr, eps, cos, sin, HALF, NORM)
+    one = tl.arange(0, 1)[:, None]
+    at = k_ptr + token * k_stride + (kv_head + one) * (2 * HALF) + column
+    first, second = _rotate_heads(at, one < 1, k_gain_ptr, eps, cos, sin, HALF, NORM)
+    if STORE:
+        to = (tl.load(rows_ptr + token) * KV_HEADS + kv_head) * (2 * HALF)
+        tl.store(keys_ptr + to + column, first)
+        tl.store(keys_ptr + to + HALF + column, second)
+        whole = tl.arange(0, 2 * HALF)
+        tl.store(values_ptr + to + whole, tl.load(v_ptr + token * v_stride + kv_head * (2 * HALF) + whole))

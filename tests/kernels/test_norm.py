@@ -1,0 +1,90 @@
+"""Residual addition and RMSNorm: the reference against the trainer's norm, the Triton kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
+
+from qerl.kernels.norm import add_rms_norm_
+from qerl.kernels.norm.reference import add_rms_norm_reference_
+from qerl.nn.rmsnorm import rms_norm
+
+EPS = 1e-6
+GAINS = ["vector", "shared", "per token", "per slot", "indexed"]
+
+
+def problem(tokens: int, h: int, gains: str, *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):
+    """x, delta, gain, index; delta has rows that are far apart."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = 5 * torch.randn(tokens, h, generator=generator)
+    delta = torch.randn(tokens, 2 * h, generator=generator).to(device, dtype)[:, :h]
+    gain = 1 + 0.1 * torch.randn(max(tokens, 4), 3, h, generator=generator).to(device)
+    index = torch.randint(0, 4, (tokens,), generator=generator).to(device)
+    gain = {
+        "vector": gain[0, 0],
+        "shared": gain[:1, 0],
+        "per token": gain[:tokens, 0].contiguous(),
+        "per slot": gain[:tokens].transpose(0, 1)[1],  # one site of slots' rows, as the runner has them
+        "indexed": gain[:4, 0],
+    }[gains]
+    return x.to(device, dtype), delta, gain, index if gains == "indexed" else None
+
+
+@pytest.mark.parametrize("gains", GAINS)
+def test_the_reference_is_the_trainers_norm_of_the_sum(gains):
+    x, delta, gain, index = problem(7, 96, gains, dtype=torch.float32)
+    total = x + delta
+    rows = gain.view(-1, 96)
+    noise_index = index if index is not None else torch.arange(7) if len(rows) == 7 else torch.zeros(7).long()
+    y = add_rms_norm_(x, delta, gain, EPS, index)
+    assert torch.equal(x, total)
+    torch.testing.assert_close(y, rms_norm(total, torch.zeros(96), EPS, rows, noise_index))
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.parametrize("tokens, h", [(1, 64), (9, 896), (3, 3584)])
+def test_the_kernel_adds_exactly_and_norms_but_for_rounding(tokens, h, gains, device):
+    """The mean is summed in another order, so that now and then a number is rounded to its neighbour."""
+    from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_
+
+    x, delta, gain, index = problem(tokens, h, gains, device=device)
+    for added in (delta, None):
+        expected_x = x.clone()
+        expected = add_rms_norm_reference_(expected_x, added, gain, EPS, index)
+        y = add_rms_norm_bf16_(x, added, gain, EPS, index)
+        assert torch.equal(x, expected_x)
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=0)
+        assert (y != expected).float().mean() < 0.01
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_gives_a_token_the_same_bits_in_any_company(device):
+    from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_
+
+    x, delta, gain, index = problem(9, 896, "indexed", device=device)
+    y = add_rms_norm_bf16_(x.clone(), delta, gain, EPS, index)
+    for i in range(9):
+        one = slice(i, i + 1)
+        assert torch.equal(add_rms_norm_bf16_(x[one].clone(), delta[one], gain, EPS, index[one]), y[one])
+
+
+@needs_triton
+@outer_run
+def test_in_tritons_interpreter():
+    run_interpreted(__file__)
+
+
+@needs_triton
+@outer_run
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("gains", ["shared", "per slot", "indexed"])
+def test_the_kernel_compiles(gains, capability, monkeypatch):
+    from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_
+
+    x, delta, gain, index = problem(8, 3584, gains)
+    (compiled,) = compile_launches(capability, monkeypatch, lambda: add_rms_norm_bf16_(x, delta, gain, EPS, index))
+    assert "st.global.v4" in compiled.asm["ptx"]
