@@ -260,6 +260,33 @@ def plot(run: Annotated[Path, typer.Argument(help="output_dir of a run.")]) -> N
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="The run's TOML file; without one, the defaults.")] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card's memory, such as 24GB (1 GB = 1e9 bytes); default: the GPU here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes as JSON.")] = False,
+) -> None:
+    """Say what a run will take, and whether it fits a card, without loading anything."""
+    settings = _load(config, overrides)
+    import torch
+    from rich.console import Console
+
+    from qerl.plan import show
+    from qerl.plan.fit import parse_card
+
+    card = None if gpu is None else parse_card(gpu)
+    if card is None and torch.cuda.is_available():
+        card = torch.cuda.mem_get_info()[1]
+    made = show.make_plan(settings, card)
+    if as_json:
+        print(json.dumps(show.as_json(made), indent=2))
+    else:
+        show.show(made, Console())
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has and which paths it will take."""
     from qerl.doctor import report

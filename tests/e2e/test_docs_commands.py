@@ -66,6 +66,7 @@ TINY = {
         "eval.num_samples=1",
         "eval.greedy=false",
     ],
+    "plan": ["rollout.max_completion_length=8"],
     "eval": ["--limit", "2", "--samples", "2", "--max-new-tokens", "8"],
     "generate": ["--max-new-tokens", "8"],
 }

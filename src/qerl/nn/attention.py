@@ -38,7 +38,7 @@ ATTENTION = "qerl_packed"
 """The name of `packed_attention` among transformers' attention implementations."""
 
 # torch 2.11 has no such argument and wants as many key heads as query heads.
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _varlen(
 ) -> Float[Tensor, "t heads d"]:
     groups = query.shape[0] // key.shape[0]
     options: dict[str, Any] = {}
-    if groups > 1 and _VARLEN_HAS_GQA:
+    if groups > 1 and VARLEN_HAS_GQA:
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)

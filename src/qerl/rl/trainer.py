@@ -38,11 +38,12 @@ from qerl.engine import build_engine
 from qerl.evaluate import evaluate
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
-from qerl.nn.load import eos_token_ids, load_model
+from qerl.nn.load import eos_token_ids, load_model, resolve_device
 from qerl.nn.lora import adapters_disabled, attach_lora
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, applied, build_controller, relative_noise
+from qerl.plan import check_fits
 from qerl.rl.advantage import compute_advantages
 from qerl.rl.batch import MicroBatch, TrainBatch
 from qerl.rl.checkpoint import (
@@ -91,6 +92,7 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
+        check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
         self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)

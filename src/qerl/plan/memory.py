@@ -1,0 +1,366 @@
+"""Bytes of a run by part, and the peak of each phase.
+
+    load         model + one product while it is quantised
+    rollout      model + training state + engine: KV cache, slots, prefill, decode step
+    evaluation   the same, for the held-out problems
+    update       model + training state + gradients + activations + the larger of (one layer's backward pass, logits)
+
+    model           base, head and embedding, norms and biases, dequantisation scratch, workspaces
+    training state  adapters (fp32), the engine's copies of them, AdamW's two moments
+
+What is counted to the byte, and what to within some percent, is said in docs/memory.md; tests/unit/test_plan.py counts
+the same on a loaded trainer. T is the tokens of the longest micro-batch, b the bytes of an activation.
+
+A layer keeps for its backward pass, in numbers a token (H hidden, I intermediate, Q and KV the widths of q and of k):
+
+    norms             2 H, and 4 bytes each (1 / rms)
+    what LoRA reads   H (q, k, v), H (gate, up); those of o and down are kept by their neighbours or I; the ranks
+    attention         q, k, v, its output: 2 Q + 2 KV, and 4 bytes a head (log of the softmax's sum)
+    SwiGLU            gate, silu(gate), up: 3 I
+
+and its backward pass makes up to 2 I + 2 H more. With recomputation one layer has all that, the others H each.
+
+Leaves out: the CUDA context, what the allocator cannot use (fit.py has a reserve for them), and CUDA graphs' own nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from qerl.config import RunConfig
+from qerl.engine.kv_cache import PAGE_SIZE, num_pages
+from qerl.engine.scheduler import MAX_PREFILL_TOKENS
+from qerl.kernels.adapter import MAX_RANK, RANK_STEP
+from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
+from qerl.nn.attention import VARLEN_HAS_GQA
+from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
+
+_CUBLAS_WORKSPACE = 32 << 20  # torch's for a stream on Hopper, 8 MiB on other chips
+_STREAMS = 2  # the usual one, and that of CUDA graphs
+_SHARED_SUMS = 18 << 20  # kernels/w4a16: 132 blocks x 2 tiles of 128 rows x 128 tokens in fp32, at the most
+_QUANTISE_PIECE = 10 * 4 << 23  # formats/nvfp4: ten float32 temporaries of 2^23 weights, on a GPU
+_FP32 = 4
+# kept_tokens of engine/sampler.py: logits 2, logprobs 4, sorted 4, order 8, a mask 1, probs, sums, differences 4 each
+_TRUNCATION_BYTES = 31
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the run happens, as far as bytes depend on it."""
+
+    on_gpu: bool
+    activation_bytes: int
+    """2 for bfloat16."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, on_gpu: bool = True) -> Target:
+        """What `model.dtype` means there."""
+        narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and on_gpu)
+        return cls(on_gpu, 2 if narrow else 4)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A call of the engine: prompts, completions of each, what sampling needs beside logits."""
+
+    num_prompts: int
+    num_generations: int
+    truncates: bool
+    noise_per_slot: bool
+
+    @property
+    def num_completions(self) -> int:
+        """Of all prompts."""
+        return self.num_prompts * self.num_generations
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The result: bytes of every part of every phase."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    """By phase, then by part."""
+    prompt_tokens: int
+    """Of the longest prompt."""
+    completion_tokens: int
+    """Of the longest completion."""
+    micro_batch_tokens: int
+    """Of the longest micro-batch."""
+    kv_pages: int
+    """Pages of the rollout's KV cache."""
+    sequences_at_a_time: int
+    """Completions of full length that decode together in the rollout."""
+
+    @cached_property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each phase."""
+        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
+
+    @property
+    def peak(self) -> int:
+        """The largest of them."""
+        return max(self.peaks.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Every part at its largest, in the order of the phases."""
+        largest: dict[str, int] = {}
+        for parts in self.phases.values():
+            for name, size in parts.items():
+                largest[name] = max(size, largest.get(name, 0))
+        return largest
+
+
+def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
+    """Bytes of a run. ValueError: it samples through transformers, or leaves no room for a prompt in the context."""
+    if config.rollout.engine == "hf":
+        raise ValueError('rollout.engine = "hf" is not planned for: only qerl\'s own engine is')
+    prompt, new = _longest(shape, config)
+    ranks = adapter_ranks(shape, config.lora)
+    model = model_parts(shape, target)
+    trained = sum(r * (li.rows + li.columns) for li in _linears(shape) if (r := ranks.get(li.name, 0)))
+    trained += shape.num_norm_weights if config.lora.train_norms else 0
+    state = {
+        "adapters": _FP32 * trained,
+        "engine's copies": engine_copies(shape, ranks, target),
+        "optimizer states": 2 * _FP32 * trained,
+    }
+
+    rollout, evaluation = config.rollout, config.eval
+    truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    noisy = config.noise.enabled and config.noise.per != "rollout"
+    calls = {"rollout": Sampling(rollout.prompts_per_step, rollout.num_generations, truncates, noisy)}
+    if evaluation.num_problems:
+        calls["evaluation"] = Sampling(
+            evaluation.num_problems, evaluation.num_samples, evaluation.top_p < 1, noise_per_slot=False
+        )
+    tokens, completion_tokens = micro_batch(config, prompt, new)
+    prefill = max(_prefill_tokens(call, prompt) for call in calls.values())
+    always = model | state | {"dequantisation scratch": dequantisation_scratch(shape, target, prefill)}
+    if target.on_gpu:
+        always["product workspaces"] = _STREAMS * _CUBLAS_WORKSPACE + _SHARED_SUMS
+    phases = {"load": model | {"loading": _loading(shape, target)}}
+    for name, call in calls.items():
+        phases[name] = always | _sampling_parts(shape, config, target, call, prompt, new)
+    activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
+    phases["update"] = always | {"gradients": _FP32 * trained} | activations
+    pages = kv_pages(config, calls["rollout"], prompt, new)
+    return Memory(
+        phases=phases,
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        micro_batch_tokens=tokens,
+        kv_pages=pages,
+        sequences_at_a_time=_sequences_at_a_time(config, calls["rollout"], prompt, new, pages),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def model_parts(shape: ModelShape, target: Target) -> dict[str, int]:
+    """What is there from the load to the end."""
+    b = target.activation_bytes
+    packed = sum(product_bytes(p, b) for p in shape.products if p.packed)
+    dense = sum(product_bytes(p, b) for p in shape.products if not p.packed)
+    biases = sum(linear.rows for linear in _linears(shape) if linear.has_bias)
+    parts = {
+        "packed base": packed,
+        "dense base": dense,
+        "head and embedding": shape.vocabulary * shape.hidden * b * (1 if shape.tied else 2),
+        "norms and biases": _FP32 * shape.num_norm_weights + b * biases,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def product_bytes(product: Product, activation_bytes: int) -> int:
+    """A product's storage: tiles and a float32 scale a row, or one dense tensor."""
+    if not product.packed:
+        return sum(product.rows) * product.columns * activation_bytes
+    rows, columns = padded_shape(product)
+    return rows // TILE_ROWS * (columns // TILE_COLUMNS) * TILE_BYTES + 4 * rows
+
+
+def padded_shape(product: Product) -> tuple[int, int]:
+    """Rows and columns of a packed product's tiles: every part starts on a tile."""
+    return sum(_round_up(rows, TILE_ROWS) for rows in product.rows), _round_up(product.columns, TILE_COLUMNS)
+
+
+def dequantisation_scratch(shape: ModelShape, target: Target, prefill_tokens: int) -> int:
+    """The one buffer: of the largest linear, as training takes them, or product, where the engine makes it dense."""
+    packed = [product for product in shape.products if product.packed]
+    sizes = [0, *(_round_up(rows, TILE_ROWS) * padded_shape(p)[1] for p in packed for rows in p.rows)]
+    if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
+        sizes += [padded_shape(p)[0] * padded_shape(p)[1] for p in packed]
+    return max(sizes) * target.activation_bytes
+
+
+def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:
+    """Adapters in the activations' dtype, biases of fused products side by side, three copies of the norms."""
+    b, total = target.activation_bytes, 0
+    for product in shape.products:
+        of = [ranks.get(linear.name, 0) for linear in product.linears]
+        if product.packed and 0 < max(of) <= MAX_RANK:
+            rank, (rows, columns) = _round_up(max(of), RANK_STEP), padded_shape(product)
+            total += b * rank * (len(of) * columns + rows) + _FP32 * len(of)
+        else:
+            total += b * sum(r * (li.rows + li.columns) for r, li in zip(of, product.linears, strict=True))
+        if all(linear.has_bias for linear in product.linears):
+            total += b * sum(product.rows)
+    sites = len(shape.layers) * 2 * shape.hidden
+    return total + _FP32 * (shape.num_norm_weights + sites)
+
+
+def _loading(shape: ModelShape, target: Target) -> int:
+    """One product's bf16 weights, its codes in the file's order, and a piece of it in float32."""
+    largest = max((sum(p.rows) * p.columns for p in shape.products if p.packed), default=0)
+    piece = _QUANTISE_PIECE if target.on_gpu else 0
+    return largest * 2 + largest * 9 // 16 + piece if largest else 0
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+
+def kv_pages(config: RunConfig, call: Sampling, prompt: int, new: int) -> int:
+    """Pages of the pool: what `rollout.kv_cache_tokens` says, or what all slots can ever need (engine/engine.py)."""
+    if config.rollout.kv_cache_tokens is not None:
+        return config.rollout.kv_cache_tokens // PAGE_SIZE
+    return _slots(config, call) * num_pages(prompt + new) + num_pages(prompt)
+
+
+def kv_pool_bytes(shape: ModelShape, target: Target, pages: int) -> int:
+    """The pool's tensor, with the spare page."""
+    return (pages + 1) * PAGE_SIZE * _kv_bytes(shape, target) * len(shape.layers)
+
+
+def _kv_bytes(shape: ModelShape, target: Target) -> int:
+    """Keys and values of one token in one layer."""
+    return 2 * shape.kv_heads * shape.head_dim * target.activation_bytes
+
+
+def _sampling_parts(
+    shape: ModelShape, config: RunConfig, target: Target, call: Sampling, prompt: int, new: int
+) -> dict[str, int]:
+    b, slots = target.activation_bytes, _slots(config, call)
+    slot_pages = num_pages(prompt + new)
+    state = 5 * 8 + 1 + 8 * slot_pages + (8 + 4 + 4) * (new + 1)  # _Slots of engine/runner.py
+    state += _FP32 * len(shape.layers) * 2 * shape.hidden if call.noise_per_slot else 0
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Two gate_up outputs, as a layer's lives until the next one's is there; x, two norms, q, k, v, attention's output.
+    width = 4 * shape.intermediate + 3 * shape.hidden + 2 * q + 2 * kv
+    logits = slots * shape.vocabulary
+    prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
+    return {
+        "KV cache": kv_pool_bytes(shape, target, kv_pages(config, call, prompt, new)),
+        "pages side by side": slots * slot_pages * PAGE_SIZE * _kv_bytes(shape, target),
+        "slots": slots * state,
+        "prefill": (_prefill_tokens(call, prompt) * width + prompt_logits) * b,
+        "decode step": slots * width * b + logits * b,
+    } | ({"truncation": logits * _TRUNCATION_BYTES} if call.truncates else {})
+
+
+def _prefill_tokens(call: Sampling, prompt: int) -> int:
+    """Of the largest prefill (engine/scheduler.py)."""
+    return min(call.num_prompts * prompt, max(MAX_PREFILL_TOKENS, prompt))
+
+
+def _slots(config: RunConfig, call: Sampling) -> int:
+    return min(call.num_completions, config.rollout.max_batch_size)
+
+
+def _sequences_at_a_time(config: RunConfig, call: Sampling, prompt: int, new: int, pages: int) -> int:
+    """Completions of full length whose pages fit; a group shares its prompt's full pages (engine/scheduler.py)."""
+    shared = prompt // PAGE_SIZE
+    own = num_pages(prompt + new) - shared
+    group = shared + call.num_generations * own
+    whole, rest = divmod(pages, group)
+    in_part = max(0, rest - num_pages(prompt)) // own
+    return min(_slots(config, call), whole * call.num_generations + min(in_part, call.num_generations - 1))
+
+
+def fewest_pages(prompt: int, new: int, num_generations: int) -> int:
+    """What a group cannot do without: its prompt, and one completion's own pages (Group.pages_alone)."""
+    held = num_pages(prompt) if num_generations == 1 else prompt // PAGE_SIZE
+    return num_pages(prompt) + num_pages(prompt + new) - held
+
+
+# ------------------------------------------------------------------------------------------------- the update
+
+
+def micro_batch(config: RunConfig, prompt: int, new: int) -> tuple[int, int]:
+    """Tokens of the longest micro-batch, and the completion tokens among them."""
+    rollout = config.rollout
+    sequences = rollout.prompts_per_step * rollout.num_generations // config.loss.updates_per_rollout
+    tokens = max(prompt + new, min(config.optimizer.micro_batch_tokens, sequences * (prompt + new)))
+    # Short prompts leave the most room for completions; a prompt has at least one token.
+    return tokens, min(tokens - tokens // (prompt + new), sequences * new)
+
+
+def update_parts(
+    shape: ModelShape,
+    config: RunConfig,
+    target: Target,
+    ranks: Mapping[str, int],
+    tokens: int,
+    completion_tokens: int,
+) -> dict[str, int]:
+    """Activations of the longest micro-batch at the worst moment: within a layer's backward pass, or in the head's."""
+    b, hidden = target.activation_bytes, shape.hidden
+    layers = [layer_activations(shape, layer, ranks, target, tokens) for layer in shape.layers]
+    one_layer = tokens * b * (2 * shape.intermediate + 2 * hidden)
+    kept = {"activations": sum(layers)}
+    if config.optimizer.gradient_checkpointing:
+        kept = {"layer inputs": len(layers) * tokens * hidden * b}
+        one_layer += max(layers) - tokens * hidden * b
+    kept["rotary angles"] = 2 * tokens * shape.head_dim * b
+    # Two [chunk, V] in float32 (nn/head.py; one of them is there in the head's dtype, too, for a moment), the last
+    # norm's input and output, and the states that predict a token, with their gradient.
+    logits = min(config.optimizer.logprob_chunk, completion_tokens) * shape.vocabulary * 2 * _FP32
+    logits += b * 2 * (tokens + completion_tokens) * hidden
+    return kept | ({"one layer, backward": one_layer} if one_layer > logits else {"logits": logits})
+
+
+def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int], target: Target, tokens: int) -> int:
+    """Bytes that a layer keeps for its backward pass; the module's text has the list."""
+    b, hidden, intermediate = target.activation_bytes, shape.hidden, shape.intermediate
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    adapted = [linear for linear in layer.linears if ranks.get(linear.name, 0)]
+    names = {linear.name.rpartition(".")[2] for linear in adapted}
+    numbers = 2 * hidden + 3 * intermediate + sum(ranks[linear.name] for linear in adapted)
+    numbers += hidden * (not names.isdisjoint({"q_proj", "k_proj", "v_proj"}))
+    numbers += hidden * (not names.isdisjoint({"gate_proj", "up_proj"}))
+    numbers += intermediate * ("down_proj" in names)
+    repeated = target.on_gpu and target.activation_bytes == 2 and not VARLEN_HAS_GQA  # k and v for every head of q
+    numbers += 2 * q + 2 * (q if repeated else kv)
+    if not (target.on_gpu and target.activation_bytes == 2) and "o_proj" in names:
+        numbers += q  # attention's outputs, sequence by sequence and side by side
+    statistics = 2 + shape.heads
+    if shape.has_head_norms:
+        numbers += q + kv
+        statistics += shape.heads + shape.kv_heads
+    casts = b * sum(ranks[li.name] * (li.rows + li.columns) for li in adapted) if b != _FP32 else 0
+    return tokens * (numbers * b + statistics * _FP32) + casts
+
+
+def _linears(shape: ModelShape) -> list[Linear]:
+    return [linear for layer in shape.layers for linear in layer.linears]
+
+
+def _longest(shape: ModelShape, config: RunConfig) -> tuple[int, int]:
+    """Tokens of the longest prompt and completion; the trainer leaves out prompts that the context has no room for."""
+    prompt, new = config.task.max_prompt_length, config.rollout.max_completion_length
+    if shape.context is None:
+        return prompt, new
+    if new >= shape.context:
+        raise ValueError(
+            f"rollout.max_completion_length is {new}, and the model's context {shape.context} tokens, prompt "
+            "included: lower it"
+        )
+    return min(prompt, shape.context - new), new
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

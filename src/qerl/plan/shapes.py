@@ -1,0 +1,196 @@
+"""The sizes of a model, from its config.json; of a packed folder also which layers are packed, from its headers.
+
+    layer i    q, k, v | o | gate, up | down       a Product each: what is one product, and one storage, once loaded
+
+The rules are those of nn/load.py (which products are packed) and nn/lora.py (which linears have an adapter);
+tests/unit/test_plan.py holds them against loaded models. Leaves out architectures that engine/model.py does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from qerl.config import LoraConfig, ModelConfig
+from qerl.engine.model import FAMILIES
+from qerl.formats.checkpoint import Checkpoint
+from qerl.formats.nvfp4 import BLOCK
+from qerl.nn.load import EMBEDDED
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T (+ b), W [rows, columns]."""
+
+    name: str
+    """As in the model: model.layers.0.self_attn.q_proj."""
+    rows: int
+    columns: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """Linears that read the same input, and share one storage."""
+
+    linears: tuple[Linear, ...]
+    packed: bool
+
+    @property
+    def columns(self) -> int:
+        """K, the same for all."""
+        return self.linears[0].columns
+
+    @property
+    def rows(self) -> list[int]:
+        """N of each linear."""
+        return [linear.rows for linear in self.linears]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer's four products."""
+
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All of them."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All seven."""
+        return tuple(linear for product in self.products for linear in product.linears)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder of the families that the engine knows."""
+
+    name: str
+    """Its folder's, for messages."""
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    """Rows of the embedding."""
+    tied: bool
+    """Whether head and embedding are one tensor."""
+    has_head_norms: bool
+    """Whether q and k have norms (Qwen3)."""
+    context: int | None
+    """Most tokens of prompt and completion."""
+    layers: tuple[Layer, ...]
+
+    @property
+    def products(self) -> list[Product]:
+        """Of all layers."""
+        return [product for layer in self.layers for product in layer.products]
+
+    @property
+    def num_norm_weights(self) -> int:
+        """Numbers in all RMSNorms: two a layer, the last one, and those of q and k."""
+        head_norms = 2 * self.head_dim if self.has_head_norms else 0
+        return len(self.layers) * (2 * self.hidden + head_norms) + self.hidden
+
+    @property
+    def num_weights(self) -> int:
+        """Of the decoder layers' linears."""
+        return sum(linear.rows * linear.columns for layer in self.layers for linear in layer.linears)
+
+
+def read_shape(config: ModelConfig) -> ModelShape:
+    """The sizes of the model in `config.path`, whose weights need not be there unless they are packed.
+
+    ValueError: no config.json, or an architecture that is not planned for.
+    """
+    folder = EMBEDDED if config.path == "embedded" else Path(config.path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.path: {folder} has no config.json: a plan needs that file at least")
+    try:
+        model: Any = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder}/config.json: {error}") from error
+    if model.model_type not in FAMILIES:
+        raise ValueError(
+            f"{folder} is a {model.model_type} model: plans know what qerl's engine knows, {', '.join(FAMILIES)}"
+        )
+    has_checkpoint = bool(getattr(model, "quantization_config", None)) or (folder / "hf_quant_config.json").is_file()
+    checkpoint = Checkpoint(folder) if has_checkpoint else None
+    layers = []
+    for index in range(model.num_hidden_layers):
+        products = []
+        for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+            linears = tuple(_linear(model, f"model.layers.{index}", name) for name in names)
+            products.append(Product(linears, _is_packed(linears, config, checkpoint)))
+        layers.append(Layer(*products))
+    return ModelShape(
+        name=folder.name,
+        hidden=model.hidden_size,
+        intermediate=model.intermediate_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        head_dim=_head_dim(model),
+        vocabulary=model.vocab_size,
+        tied=model.tie_word_embeddings,
+        has_head_norms=model.model_type == "qwen3",
+        context=getattr(model, "max_position_embeddings", None),
+        layers=tuple(layers),
+    )
+
+
+def adapter_ranks(shape: ModelShape, lora: LoraConfig) -> dict[str, int]:
+    """The rank of every linear that gets an adapter, by its name; PEFT's rules for targets and patterns."""
+    return {linear.name: _rank(linear.name, lora) for linear in _targets(shape, lora.target_modules)}
+
+
+def _targets(shape: ModelShape, wanted: Iterable[str]) -> list[Linear]:
+    linears = [linear for layer in shape.layers for linear in layer.linears]
+    return [li for li in linears if any(li.name == target or li.name.endswith(f".{target}") for target in wanted)]
+
+
+def _rank(name: str, lora: LoraConfig) -> int:
+    matching = (rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(matching, lora.r)
+
+
+def _head_dim(model: Any) -> int:
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+def _linear(model: Any, layer: str, name: str) -> Linear:
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+    q, kv = model.num_attention_heads * _head_dim(model), model.num_key_value_heads * _head_dim(model)
+    rows, columns = {
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, q),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }[name]
+    if name in ("gate_proj", "up_proj", "down_proj"):
+        return Linear(f"{layer}.mlp.{name}", rows, columns, getattr(model, "mlp_bias", False))
+    has_bias = name != "o_proj" if model.model_type == "qwen2" else getattr(model, "attention_bias", False)
+    return Linear(f"{layer}.self_attn.{name}", rows, columns, has_bias)
+
+
+def _is_packed(linears: tuple[Linear, ...], config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
+    """Whether a product's weights are packed once loaded; what nn/load.py refuses is left to it."""
+    if checkpoint is not None:
+        return all(checkpoint.is_packed(linear.name) for linear in linears)
+    kept = any(fnmatchcase(linear.name, pattern) for linear in linears for pattern in config.keep)
+    return config.format == "nvfp4" and not kept and linears[0].columns % BLOCK == 0

@@ -1,0 +1,120 @@
+"""A plan as tables and as JSON: what `qerl plan` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl.config import RunConfig
+from qerl.plan.fit import CONTEXT_BYTES, SLACK_BYTES, Limits, budget_of, describe, find_limits, nearest_settings
+from qerl.plan.memory import Memory, Target, plan_memory
+from qerl.plan.rates import NOT_MEASURED, SOURCE, Seconds, step_seconds
+from qerl.plan.shapes import ModelShape, read_shape
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card of this size makes of the run."""
+
+    bytes: int
+    fits: bool
+    limits: Limits
+    settings: dict[str, Any] | None
+    """With which it fits; None where no setting helps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `qerl plan` knows."""
+
+    shape: ModelShape
+    memory: Memory
+    seconds: list[Seconds]
+    card: Card | None
+
+
+def make_plan(config: RunConfig, card_bytes: int | None) -> Plan:
+    """Plan a run on a GPU; `card_bytes`: the card's memory, where one is asked about."""
+    shape, target = read_shape(config.model), Target.of(config)
+    memory = plan_memory(shape, config, target)
+    card = None
+    if card_bytes is not None:
+        budget = budget_of(card_bytes)
+        card = Card(
+            card_bytes,
+            memory.peak <= budget,
+            find_limits(shape, config, target, budget),
+            nearest_settings(shape, config, target, budget),
+        )
+    return Plan(shape, memory, step_seconds(shape, config, memory), card)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Bytes, tokens and seconds under stable names."""
+    memory = plan.memory
+    return {
+        "model": plan.shape.name,
+        "weights": plan.shape.num_weights,
+        "phases": {phase: dict(parts) for phase, parts in memory.phases.items()},
+        "peaks": memory.peaks,
+        "prompt_tokens": memory.prompt_tokens,
+        "completion_tokens": memory.completion_tokens,
+        "micro_batch_tokens": memory.micro_batch_tokens,
+        "sequences_at_a_time": memory.sequences_at_a_time,
+        "seconds_at_least": [asdict(seconds) for seconds in plan.seconds],
+        "card": None if plan.card is None else asdict(plan.card),
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The tables."""
+    memory = plan.memory
+    table = Table(title=f"{plan.shape.name}: GB by part and phase", title_justify="left")
+    table.add_column("part")
+    for phase in memory.phases:
+        table.add_column(phase, justify="right")
+    for part in memory.parts:
+        table.add_row(part, *(_gb(parts.get(part)) for parts in memory.phases.values()))
+    table.add_section()
+    table.add_row("peak", *(_gb(peak) for peak in memory.peaks.values()), style="bold")
+    console.print(table)
+    for line in _lines(plan):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _lines(plan: Plan) -> list[str]:
+    memory, card = plan.memory, plan.card
+    lines = [
+        f"prompts of {memory.prompt_tokens:,} and completions of {memory.completion_tokens:,} tokens at the most; "
+        f"{memory.sequences_at_a_time:,} of full length decode at a time; "
+        f"micro-batches of up to {memory.micro_batch_tokens:,} tokens"
+    ]
+    if card is not None:
+        reserve = (CONTEXT_BYTES + SLACK_BYTES) / 1e9
+        verdict = "fits" if card.fits else "does not fit"
+        lines.append(
+            f"{verdict} a card of {card.bytes / 1e9:g} GB, of which {reserve:g} GB are left for CUDA (assumed)"
+        )
+        if not card.fits:
+            lines.append(f"would fit: {describe(card.settings)}" if card.settings else "no setting makes it fit")
+        lines.append(
+            f"on that card, all else as it is: contexts of up to {card.limits.longest_context:,} tokens one at a time; "
+            f"groups of up to {card.limits.largest_group:,} completions of full length at a time"
+        )
+    lines += [
+        f"a step on {s.gpu} takes at least {_seconds(s.rollout)} of decoding and {_seconds(s.update)} of updates: "
+        f"the base's products, every completion of full length; not measured: {NOT_MEASURED} ({SOURCE})"
+        for s in plan.seconds
+    ]
+    return lines if plan.seconds else [*lines, "seconds of a step: no rates were measured for layers of this shape"]
+
+
+def _gb(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e9:.3f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "(not measured)" if seconds is None else f"{seconds:.0f} s"

@@ -1,0 +1,297 @@
+"""What fits a card, what would, what is refused, and the rates: shapes alone, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.config import load_config
+from qerl.plan import check_fits, plan_memory, read_shape
+from qerl.plan.fit import SLACK_BYTES, budget_of, describe, find_limits, nearest_settings, parse_card, with_settings
+from qerl.plan.memory import Target
+from qerl.plan.rates import DENSE_TOKENS, RATES, step_seconds
+from qerl.plan.show import as_json, make_plan
+
+ROOT = Path(__file__).parents[3]
+SHAPES = {  # Qwen2.5: hidden, intermediate, layers, heads, kv heads, tied, vocabulary
+    "3B": (2048, 11008, 36, 16, 2, True, 151936),
+    "7B": (3584, 18944, 28, 28, 4, False, 152064),
+    "14B": (5120, 13824, 48, 40, 8, False, 152064),
+    "32B": (5120, 27648, 64, 40, 8, False, 152064),
+    "72B": (8192, 29568, 80, 64, 8, False, 152064),
+}
+RECIPES = {
+    "3B": "gsm8k-3b-7b/3b.toml",
+    "7B": "gsm8k-3b-7b/7b.toml",
+    "14B": "bigmath-14b-32b/14b.toml",
+    "32B": "bigmath-14b-32b/32b.toml",
+}
+ONE_GROUP = ["rollout.prompts_per_step=1", "rollout.num_generations=16", "task.max_prompt_length=256",
+             "eval.num_problems=0"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Folders with a config.json and nothing else."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (hidden, intermediate, layers, heads, kv_heads, tied, vocabulary) in SHAPES.items():
+        (folder / name).mkdir()
+        config = dict(
+            model_type="qwen2",
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            tie_word_embeddings=tied,
+            vocab_size=vocabulary,
+            max_position_embeddings=32768,
+        )
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def planned(models: Path, name: str, *settings: str, recipe: str | None = None):
+    path = None if recipe is None else ROOT / "examples" / recipe
+    config = load_config(path, [f"model.path={models / name}", *settings])
+    shape, target = read_shape(config.model), Target.of(config)
+    return shape, config, target, plan_memory(shape, config, target)
+
+
+def test_figures_worked_out_by_hand(models):
+    """Qwen2.5-7B: 6.53 G weights at 4608 bytes for 8192 and a scale of 4 bytes a row; 56 KiB of KV a token."""
+    shape, _, _, memory = planned(models, "7B", "rollout.kv_cache_tokens=16000", "lora.r=16")
+    assert shape.num_weights == 28 * (3584 * (3584 * 2 + 1024) + 3 * 3584 * 18944)
+    rows = 28 * (3584 * 3 + 1024 + 2 * 18944)
+    assert memory.parts["packed base"] == shape.num_weights * 4608 // 8192 + 4 * rows
+    assert memory.parts["head and embedding"] == 2 * 152064 * 3584 * 2
+    assert memory.parts["KV cache"] == (16000 + 16) * 56 * 1024
+    assert memory.parts["adapters"] == 4 * 16 * 28 * ((3584 + 3584) * 2 + (3584 + 512) * 2 + (3584 + 18944) * 3)
+    assert memory.parts["layer inputs"] == 28 * 16384 * 3584 * 2
+    assert memory.parts["dequantisation scratch"] == 2 * 18944 * 3584 * 2
+
+
+@pytest.mark.parametrize("name, recipe", RECIPES.items())
+def test_the_recipes_fit_the_card_they_are_for(models, name, recipe):
+    """Their READMEs ask for a GPU of 80 GB or more."""
+    *_, memory = planned(models, name, recipe=recipe)
+    assert memory.peak <= budget_of(80_000_000_000)
+    assert memory.peaks["load"] < memory.peak
+    assert memory.sequences_at_a_time == {"3B": 128, "7B": 128, "14B": 23, "32B": 15}[name]
+
+
+@pytest.mark.parametrize(
+    "name, card, rank, new, micro_batch",
+    [
+        ("72B", 80, 16, 4096, 16384),
+        ("32B", 40, 32, 2048, 8192),
+        ("14B", 24, 32, 2048, 8192),
+        ("7B", 12, 32, 2048, 4096),
+    ],
+)
+def test_large_models_on_small_cards(models, name, card, rank, new, micro_batch):
+    """16 completions of 256 prompt and `new` tokens; with micro-batches of this size, and not with twice it."""
+    settings = [*ONE_GROUP, f"lora.r={rank}", f"rollout.max_completion_length={new}"]
+    *_, memory = planned(models, name, *settings, f"optimizer.micro_batch_tokens={micro_batch}")
+    assert memory.peak <= budget_of(card * 10**9)
+    *_, memory = planned(models, name, *settings, f"optimizer.micro_batch_tokens={2 * micro_batch}")
+    assert memory.peak > budget_of(card * 10**9)
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("rollout.max_completion_length", (1, 100, 512, 4000)),
+        ("task.max_prompt_length", (1, 100, 1024, 9000)),
+        ("rollout.num_generations", (2, 8, 16)),
+        ("rollout.max_batch_size", (1, 16, 256)),
+        ("rollout.kv_cache_tokens", (64, 4096, 100_000)),
+        ("optimizer.micro_batch_tokens", (16, 4096, 16384)),
+        ("optimizer.logprob_chunk", (1, 512, 100_000)),
+        ("lora.r", (1, 16, 64, 65, 256)),
+    ],
+)
+def test_more_is_never_less(models, key, values):
+    """Bisection stands on it. With recomputation and without; the sizes of a phase, not only the largest."""
+    for recompute in (True, False):
+        shape, config, target, _ = planned(models, "3B", f"optimizer.gradient_checkpointing={str(recompute).lower()}")
+        peaks = [plan_memory(shape, with_settings(config, {key: v}), target).peaks for v in values]
+        for phase in peaks[0]:
+            sizes = [peak[phase] for peak in peaks]
+            assert sizes == sorted(sizes), (phase, sizes)
+        assert peaks[0] != peaks[-1]
+
+
+def test_limits_are_the_last_that_fit(models):
+    shape, config, target, _ = planned(models, "7B")
+    budget = budget_of(24_000_000_000)
+    limits = find_limits(shape, config, target, budget)
+    assert limits.longest_context > 8192
+    group = {"rollout.prompts_per_step": 1, "eval.num_problems": 0}
+
+    def peak(size: int) -> int:
+        both = {"rollout.num_generations": size, "rollout.max_batch_size": size}
+        return plan_memory(shape, with_settings(config, group | both), target).peak
+
+    assert peak(limits.largest_group) <= budget < peak(limits.largest_group + 1)
+    smaller = find_limits(shape, config, target, budget_of(12_000_000_000))
+    assert smaller.longest_context < limits.longest_context
+    assert smaller.largest_group < limits.largest_group
+    assert find_limits(shape, config, target, 5_000_000_000) == type(limits)(0, 0)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (["rollout.max_completion_length=8192"], {"rollout.kv_cache_tokens"}),
+        (["optimizer.micro_batch_tokens=65536", "rollout.prompts_per_step=64", *ONE_GROUP[2:]],
+         {"optimizer.micro_batch_tokens"}),
+        (["optimizer.gradient_checkpointing=false", *ONE_GROUP[2:]], {"optimizer.gradient_checkpointing"}),
+        (["optimizer.logprob_chunk=16384", "rollout.max_completion_length=16000", *ONE_GROUP],
+         {"optimizer.logprob_chunk"}),
+    ],
+)  # fmt: skip
+def test_the_nearest_settings_fit_and_change_what_is_too_large(models, settings, expected):
+    shape, config, target, memory = planned(models, "7B", *settings)
+    budget = budget_of(24_000_000_000)
+    assert memory.peak > budget
+    found = nearest_settings(shape, config, target, budget)
+    assert found is not None and expected <= set(found)
+    fixed = load_config(None, [f"model.path={models / '7B'}", *settings, *describe(found).split()])
+    assert plan_memory(shape, fixed, target).peak <= budget
+
+
+def test_shorter_completions_are_the_last_resort(models):
+    settings = [*ONE_GROUP, "rollout.max_completion_length=30000"]
+    shape, config, target, _ = planned(models, "7B", *settings)
+    budget = budget_of(12_000_000_000)
+    found = nearest_settings(shape, config, target, budget)
+    assert found is not None and 1000 < found["rollout.max_completion_length"] < 30000
+    assert nearest_settings(shape, config, target, 4_000_000_000) is None
+
+
+def test_training_refuses_what_cannot_fit(models, monkeypatch):
+    config = load_config(None, [f"model.path={models / '32B'}", "eval.num_problems=100"])
+    free = 0
+
+    def memory_of(device: torch.device) -> tuple[int, int]:
+        return free, 80_000_000_000
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory_of)
+    free = 30_000_000_000
+    with pytest.raises(ValueError, match=r"needs up to .* GB in its rollout, and the GPU has 30\.0 GB free") as error:
+        check_fits(config, torch.device("cuda"))
+    message = str(error.value)
+    assert "KV cache 51.81 GB" in message and "packed base 17.57 GB" in message
+    settings = message.partition("it fits with ")[2].partition(". `qerl plan`")[0].split()
+    fixed = load_config(None, [f"model.path={models / '32B'}", "eval.num_problems=100", *settings])
+    assert plan_memory(read_shape(fixed.model), fixed, Target.of(fixed)).peak <= free - SLACK_BYTES
+    check_fits(fixed, torch.device("cuda"))
+
+    free = 15_000_000_000
+    with pytest.raises(ValueError, match="no setting makes it fit: take a smaller model"):
+        check_fits(config, torch.device("cuda"))
+    check_fits(config, torch.device("cpu"))
+    free = 139_000_000_000
+    check_fits(config, torch.device("cuda"))
+
+
+def test_the_trainer_asks_before_it_loads(models, monkeypatch, tmp_path):
+    """The folder has no weights: what is refused first is the memory."""
+    from qerl.rl import trainer
+
+    monkeypatch.setattr(trainer, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000_000_000, 8_000_000_000))
+    config = load_config(None, [f"model.path={models / '7B'}", f"output_dir={tmp_path / 'run'}"])
+    with pytest.raises(ValueError, match="this run needs up to"):
+        trainer.Trainer(config)
+
+
+def test_what_is_not_planned_for_is_said(tmp_path, caplog, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    config = load_config(None, [f"model.path={tmp_path}"])
+    with pytest.raises(ValueError, match="is a gpt_neox model: plans know"):
+        read_shape(config.model)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    check_fits(config, torch.device("cuda"))
+    assert "whether the run fits the GPU is not checked" in caplog.text
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read_shape(load_config(None, [f"model.path={tmp_path / 'none'}"]).model)
+
+
+# ------------------------------------------------------------------ rates
+
+
+def test_the_rates_are_the_newest_records():
+    lines = (ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    layers = {(r["model"], r["M"]): r for r in records if r["bench"] == "w4a16_layer" and r["measure"] == "layer"}
+    dequantisation = {r["model"]: r["us"] for r in records if r["bench"] == "dequant"}
+    for rate, model in zip(RATES, ("7B", "32B"), strict=True):
+        of_model = {m: r for (name, m), r in layers.items() if name == model}
+        assert rate.products == {m: r["lora_us"] for m, r in of_model.items()}
+        assert rate.dense == of_model[DENSE_TOKENS]["cublas_us"]
+        assert rate.dequantisation == dequantisation[model]
+        assert {r["gpu"] for r in of_model.values()} == {rate.gpu}
+
+
+def test_seconds_by_hand(models):
+    """7B, 16 completions of 256 + 1,000 tokens, four at a time: 4 waves; 20,096 tokens, 2 micro-batches, 3 products."""
+    settings = [*ONE_GROUP, "rollout.max_completion_length=1000", "rollout.max_batch_size=4"]
+    shape, config, _, memory = planned(models, "7B", *settings)
+    (seconds,) = step_seconds(shape, config, memory)
+    per_layer = (71.81 * 4 + 73.8 * 3) / 7  # between the rates of 1 and of 8 tokens
+    assert seconds.rollout == pytest.approx(4 * 1000 * 28 * per_layer / 1e6)
+    assert seconds.update == pytest.approx(3 * 28 * (20096 / 1024 * 707.34 + 2 * 156.91) / 1e6)
+
+
+@pytest.mark.parametrize("name, settings", [("14B", []), ("7B", ["model.format=bf16"])])
+def test_no_seconds_where_nothing_was_measured(models, name, settings):
+    shape, config, _, memory = planned(models, name, *settings)
+    assert step_seconds(shape, config, memory) == []
+
+
+def test_no_decoding_rate_beyond_the_measured_tokens():
+    assert RATES[0].decode(2000) is None
+    assert RATES[0].decode(8) == RATES[0].products[8]
+    assert RATES[0].products[8] < RATES[0].decode(10) < RATES[0].products[16]
+
+
+# ------------------------------------------------------------------ the command
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+
+
+def test_the_command_prints_tables(models):
+    result = run(f"model.path={models / '7B'}", "rollout.max_completion_length=16384", "--gpu", "24GB")
+    assert result.exit_code == 0, result.exception
+    for text in ("packed base", "3.676", "does not fit a card of 24 GB", "would fit: ", "a step on NVIDIA H200"):
+        assert text in result.output
+
+
+def test_the_command_prints_json(models):
+    arguments = [str(ROOT / "examples" / RECIPES["32B"]), f"model.path={models / '32B'}"]
+    result = run(*arguments, "--gpu", "80GB", "--json")
+    printed = json.loads(result.output)
+    config = load_config(arguments[0], arguments[1:])
+    assert printed == json.loads(json.dumps(as_json(make_plan(config, 80_000_000_000))))
+    assert printed["card"]["fits"] is True
+    assert printed["peaks"]["rollout"] == sum(printed["phases"]["rollout"].values())
+
+
+@pytest.mark.parametrize("text, size", [("24GB", 24e9), ("24", 24e9), ("79.5 gb", 79.5e9), ("80G", 80e9)])
+def test_a_cards_memory(text, size):
+    assert parse_card(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0GB", "24GiB", "H100", "-1"])
+def test_what_is_no_memory(text):
+    with pytest.raises(ValueError, match="give the card's memory, such as 24GB"):
+        parse_card(text)
