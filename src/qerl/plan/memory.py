@@ -249,8 +249,8 @@ def _sampling_parts(
     state = 5 * 8 + 1 + 8 * slot_pages + (8 + 4 + 4) * (new + 1)  # _Slots of engine/runner.py
     state += _FP32 * len(shape.layers) * 2 * shape.hidden if call.noise_per_slot else 0
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two gate_up outputs, as a layer's lives until the next one's is there; x, two norms, q, k, v, attention's output.
-    width = 4 * shape.intermediate + 3 * shape.hidden + 2 * q + 2 * kv
+    # Within SwiGLU: gate, up and its result; x, the norm's output and the last block's; q, k, v live on as locals.
+    width = 3 * shape.intermediate + 3 * shape.hidden + q + 2 * kv
     logits = slots * shape.vocabulary
     prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
     return {

@@ -35,6 +35,9 @@ ONE_GROUP = ["rollout.prompts_per_step=1", "rollout.num_generations=16", "task.m
              "eval.num_problems=0"]  # fmt: skip
 
 
+DOCUMENTATION = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """Folders with a config.json and nothing else."""
@@ -99,6 +102,9 @@ def test_large_models_on_small_cards(models, name, card, rank, new, micro_batch)
     settings = [*ONE_GROUP, f"lora.r={rank}", f"rollout.max_completion_length={new}"]
     *_, memory = planned(models, name, *settings, f"optimizer.micro_batch_tokens={micro_batch}")
     assert memory.peak <= budget_of(card * 10**9)
+    peaks = " | ".join(f"{memory.peaks[phase] / 1e9:.1f}" for phase in ("load", "rollout", "update"))
+    row = f"| {name}, r {rank}, new {new:,}, micro-batches of {micro_batch:,} | {card} GB | {peaks} |"
+    assert row in DOCUMENTATION
     *_, memory = planned(models, name, *settings, f"optimizer.micro_batch_tokens={2 * micro_batch}")
     assert memory.peak > budget_of(card * 10**9)
 
@@ -187,6 +193,7 @@ def test_training_refuses_what_cannot_fit(models, monkeypatch):
     with pytest.raises(ValueError, match=r"needs up to .* GB in its rollout, and the GPU has 30\.0 GB free") as error:
         check_fits(config, torch.device("cuda"))
     message = str(error.value)
+    assert f"qerl: {message}\n" in DOCUMENTATION
     assert "KV cache 51.81 GB" in message and "packed base 17.57 GB" in message
     settings = message.partition("it fits with ")[2].partition(". `qerl plan`")[0].split()
     fixed = load_config(None, [f"model.path={models / '32B'}", "eval.num_problems=100", *settings])
