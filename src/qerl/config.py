@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 NoisePer = Literal["rollout", "prompt", "completion"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
 
 GraderName = Literal["numeric", "math", "exact", "none"]
@@ -356,6 +357,9 @@ class RunConfig(Section):
     """Older ones are removed."""
     log_completions: int = Field(default=1, ge=0)
     """Completions a step written to completions.jsonl."""
+    report_to: list[TrackerName] = []
+    """Trackers that get the metrics besides the run's files: tensorboard, wandb, trackio, mlflow; each is an extra,
+    `pip install qerl[wandb]`."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     task: TaskConfig = TaskConfig()

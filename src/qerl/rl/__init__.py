@@ -10,5 +10,6 @@
 | `optimizer.py` | AdamW, and the learning rate as a function of progress |
 | `summary.py` | a step's metrics |
 | `log.py` | metrics and completions on disk |
+| `trackers.py` | the same metrics in TensorBoard, W&B, trackio, MLflow |
 | `checkpoint.py` | what a run needs to go on |
 """

@@ -29,7 +29,7 @@ from qerl.config import RunConfig
 from qerl.nn.lora import load_adapter_weights
 
 # Settings that may differ between a run and its resumption: they change what is written, not what is computed.
-FREE_SETTINGS = ("output_dir", "save_every", "keep_checkpoints", "log_completions")
+FREE_SETTINGS = ("output_dir", "save_every", "keep_checkpoints", "log_completions", "report_to")
 
 
 def save_checkpoint(

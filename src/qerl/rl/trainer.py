@@ -60,6 +60,7 @@ from qerl.rl.loss import policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
+from qerl.rl.trackers import Trackers, check_installed
 from qerl.tasks import Task, load_task
 from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, SamplingParams
@@ -92,6 +93,7 @@ class Trainer:
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
+        check_installed(config.report_to)
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
@@ -125,7 +127,9 @@ class Trainer:
             self.display.message(f"{self.output_dir} has no checkpoint yet: the run begins again, from the same keys")
         # What a killed run wrote past its newest checkpoint will be written again. A step's completions are written
         # before its evaluation, its metrics after it.
-        self.log.rewind(metrics_step=self.step - (self.pending is not None), completions_step=self.step)
+        logged = self.step - (self.pending is not None)
+        self.log.rewind(metrics_step=logged, completions_step=self.step)
+        self.trackers = Trackers(config, first_step=logged + 1, resume=resume, warn=self.display.warning)
         self.log.write_run(config, self.device)
         size = self.task.num_train_examples
         if size is not None and size < config.rollout.prompts_per_step:
@@ -138,7 +142,7 @@ class Trainer:
 
     def train(self) -> None:
         """Run to the last step; raises Interrupted, with everything saved, after Ctrl-C or SIGTERM."""
-        with self.display, self._stop_signals():
+        with self.display, self.trackers, self._stop_signals():
             try:
                 while True:
                     if self.pending is not None:
@@ -362,6 +366,7 @@ class Trainer:
                 self.display.message(f"measuring accuracy on {len(self.eval_examples)} held-out problems first")
             metrics = metrics | self._evaluate()
         self.log.write_metrics(metrics)
+        self.trackers.write(metrics)
         self.display.step(metrics)
         self.pending = None
         if self.step == last or (self.step and self.step % self.config.save_every == 0):
