@@ -70,35 +70,78 @@ def _load(path: Path | None, overrides: list[str] | None) -> RunConfig:
 
 
 def _check_format(format: str) -> None:
-    if format not in ("nvfp4", "bf16"):
-        raise ValueError(f"--format {format}: choose nvfp4 or bf16")
+    if format not in ("nvfp4", "mxfp4", "bf16"):
+        raise ValueError(f"--format {format}: choose nvfp4, mxfp4 or bf16")
 
 
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of a transformers model in bf16 safetensors.")],
-    target: Annotated[Path, typer.Argument(help="New folder, in compressed-tensors' nvfp4-pack-quantized format.")],
-    scale: Annotated[str, typer.Option(help="Block scales: sweep (least squares) or amax.")] = "sweep",
+    target: Annotated[Path, typer.Argument(help="New folder, in compressed-tensors' format.")],
+    format: Annotated[str, typer.Option(help="nvfp4 or mxfp4.")] = "nvfp4",
+    scale: Annotated[
+        str, typer.Option(help="Block scales: sweep (least squares) or amax (by the largest value alone).")
+    ] = "sweep",
     keep: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in bf16; may be repeated.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Write a folder's linear layers in NVFP4, shard by shard."""
-    from qerl.formats.checkpoint import quantize_checkpoint
+    """Write a folder's linear layers in 4 bits, shard by shard."""
+    from qerl.formats.writing import quantize_checkpoint
     from qerl.nn.load import resolve_device
 
+    if format not in ("nvfp4", "mxfp4"):
+        raise ValueError(f"--format {format}: choose nvfp4 or mxfp4")
     if scale not in ("sweep", "amax"):
         raise ValueError(f"--scale {scale}: choose sweep or amax")
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total:
-            print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
-
     report = quantize_checkpoint(
-        source, target, scale=scale, keep=keep or [], device=resolve_device(device), progress=show
+        source,
+        target,
+        format=format,
+        scale=scale,
+        keep=keep or [],
+        device=resolve_device(device),
+        progress=_show_tensors,
     )
     print(file=sys.stderr)
     for key, value in report.items():
         print(f"{key}: {value}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="output_dir of a run (or one of its checkpoints).")],
+    to: Annotated[Path, typer.Option("--to", help="New folder.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter, in PEFT's layout.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Base and adapter as one model in 16 bits.")] = False,
+    requantize: Annotated[
+        str | None, typer.Option(help="The merged model in 4 bits again: nvfp4 or mxfp4.", show_default=False)
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder of the base model, where the run's model.path has moved.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Write what a run has learned as a folder that other programs load."""
+    if adapter + merged + (requantize is not None) != 1:
+        raise ValueError("qerl export: choose one of --adapter, --merged, --requantize nvfp4")
+    if requantize not in (None, "nvfp4", "mxfp4"):
+        raise ValueError(f"--requantize {requantize}: choose nvfp4 or mxfp4")
+    from qerl.export import export
+    from qerl.report.weights import print_export
+
+    kind = "adapter" if adapter else "merged" if merged else "requantized"
+    result = export(
+        run, to, kind, format=requantize or "nvfp4", base_folder=base, device=device, progress=_show_tensors
+    )
+    if kind != "adapter":
+        print(file=sys.stderr)
+    print_export(result)
+
+
+def _show_tensors(done: int, total: int) -> None:
+    """Progress of a command that goes through a folder's tensors."""
+    if sys.stderr.isatty() or done == total:
+        print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -108,7 +151,7 @@ def generate(
         str | None, typer.Argument(help="The user's message; without one, a chat on the terminal.")
     ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
-    format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4 or bf16.")] = "nvfp4",
     samples: Annotated[int, typer.Option("-n", min=1, help="Completions of the prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
@@ -174,7 +217,7 @@ def evaluate(
         bool, typer.Option("--tag-free", help="Put tag-free grading first; both are always reported.")
     ] = False,
     batch_size: Annotated[int, typer.Option(help="Most sequences that decode at a time; bounds memory.")] = 256,
-    format: Annotated[str, typer.Option(help="nvfp4 or bf16.")] = "nvfp4",
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4 or bf16.")] = "nvfp4",
     from_parquet: Annotated[
         Path | None, typer.Option(help="Grade the completions of this results.parquet anew, without a model.")
     ] = None,

@@ -55,10 +55,11 @@ class ModelConfig(Section):
     path: str = "embedded"
     """Folder of a transformers model in safetensors (bf16, or packed by `qerl quantize`), or "embedded": the small
     model in this package."""
-    format: Literal["nvfp4", "bf16"] = "nvfp4"
+    format: Literal["nvfp4", "mxfp4", "bf16"] = "nvfp4"
     """Storage of the frozen linear layers. A bf16 folder is quantised while it loads; a packed folder must match."""
     scale: Literal["sweep", "amax"] = "sweep"
-    """How a block's scale is chosen: least squares over all E4M3 codes, or the block's largest value / 6."""
+    """How a block's scale is chosen: least squares over the scales nearby, or from the block's largest value alone
+    (nvfp4: it lands on 6; mxfp4: the OCP specification's rule)."""
     keep: list[str] = []
     """Glob patterns of linear layers that stay in bf16, such as "model.layers.0.*". The embedding and the head
     always do."""

@@ -34,7 +34,7 @@ import typer
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.config import LoraConfig, ModelConfig, load_config, validate
+from qerl.config import LoraConfig, ModelConfig, RunConfig, load_config, validate
 from qerl.nn.load import EMBEDDED, load_model
 from qerl.nn.lora import attach_lora, lora_factors
 from qerl.rl.checkpoint import save_adapter
@@ -126,6 +126,8 @@ def clone(tmp_path, monkeypatch, adapter) -> Path:
     (tmp_path / "ADAPTER").symlink_to(adapter)
     for name in RUNS:
         shutil.copytree(adapter, tmp_path / name / "adapter")
+        run = {"config": RunConfig(model=ModelConfig(path="embedded", device="cpu")).model_dump()}
+        (tmp_path / name / "run.json").write_text(json.dumps(run))
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "run.toml").write_text(blocks("your-data.md", "toml")[0])
     (tmp_path / "my_rewards.py").write_text("".join(blocks("your-reward.md", "python")))

@@ -241,7 +241,7 @@ def test_numbers_are_finite(place, value):
 @pytest.mark.parametrize(
     ("override", "choices"),
     [
-        ("model.format=int4", "'nvfp4' or 'bf16'"),
+        ("model.format=int3", "'nvfp4', 'mxfp4' or 'bf16'"),
         ("model.scale=max", "'sweep' or 'amax'"),
         ("model.dtype=float16", "'auto', 'bfloat16' or 'float32'"),
         ("rollout.engine=vllm", "'auto', 'qerl' or 'hf'"),

@@ -38,7 +38,7 @@ def print_evaluations(
             ]
             rows.append([_name(mode, measure), *cells])
     out: TextIO = stream or sys.stdout
-    _print_table(title, ["", *(g.replace("_", "-") for g in gradings)], rows, out)
+    print_table(title, ["", *(g.replace("_", "-") for g in gradings)], rows, out)
     for mode, evaluation in evaluations.items():
         ungraded = " / ".join(str(evaluation.num_ungraded(g)) for g in gradings)
         print(
@@ -62,14 +62,10 @@ def print_differences(
         for mode, measures in differences.items()
         for measure, d in measures.items()
     ]
-    _print_table(title, ["", "difference", "better / worse / equal", "sign test p"], rows, stream or sys.stdout)
+    print_table(title, ["", "difference", "better / worse / equal", "sign test p"], rows, stream or sys.stdout)
 
 
-def _name(mode: str, measure: str) -> str:
-    return mode if mode == "greedy" else measure
-
-
-def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
     """A rich table on a terminal, else columns padded with spaces."""
     if stream.isatty():
         table = Table(title=title, title_justify="left")
@@ -87,6 +83,10 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip(), file=stream)
+
+
+def _name(mode: str, measure: str) -> str:
+    return mode if mode == "greedy" else measure
 
 
 @contextmanager

@@ -6,5 +6,7 @@
 | `mxfp4.py` | MXFP4: E2M1 codes, E8M0 scales for 32 values; quantise and dequantise |
 | `nf4.py` | NF4: 16 levels of a normal distribution, absmax for 64 values, quantised too or not; as bitsandbytes |
 | `int4.py` | INT4: 16 equal steps, bf16 scale and zero point for 32, 64 or 128 values |
-| `checkpoint.py` | transformers folders: bf16, compressed-tensors, ModelOpt; quantise one shard by shard |
+| `codes.py` | NVFP4 and MXFP4 behind one interface, and how far codes are from the weights |
+| `checkpoint.py` | reading transformers folders: bf16, compressed-tensors, ModelOpt |
+| `writing.py` | writing them, packed or dense, shard by shard |
 """

@@ -13,7 +13,7 @@ is no scale of the tensor. e = 255 is the format's NaN and is refused.
     sweep    of that exponent and its two neighbours the one with the least squared error (Gaussian: 5 % less in all)
 
 Contract: K is a multiple of 32; results are equal on every device; an all-zero block has e = 0 and codes 0. Source: OCP
-Microscaling Formats (MX) Specification 1.0, sections 5 and 6. Reading and writing MXFP4 folders is left out.
+Microscaling Formats (MX) Specification 1.0, sections 5 and 6. Files are checkpoint.py's and writing.py's business.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ scale, and then for each block either
 Contract: K is a multiple of 16; codes and scales are deterministic and equal on every device; rows are worked through
 in pieces, so that memory beyond the result is a few MB (a few hundred on a GPU). docs/nvfp4.md draws the bits and works
 a block by hand.
-Files are formats/checkpoint.py's business, the order of bytes in memory kernels/layout.py's.
+Files are formats/checkpoint.py's and writing.py's business, the order of bytes in memory kernels/layout.py's.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class PackedWeight:
         return self.without_row_padding(dense)[:, : self.columns], self.row_scale
 
 
-def pack(parts: Sequence[NVFP4Tensor] | Sequence[MXFP4Tensor]) -> PackedWeight:
+def pack(parts: Sequence[NVFP4Tensor | MXFP4Tensor]) -> PackedWeight:
     """Bring quantised matrices of the same K into the kernels' order, as one weight with a part for each.
 
     ValueError: different K or formats, or an MXFP4 scale that is NaN.

@@ -11,7 +11,7 @@ can compute them as one product; moving one of them moves the storage under all.
 
 `weight` is the integers that hold the codes: code that looks at `weight.device` works, and a blanket
 `.to(torch.bfloat16)` or `.half()`, which casts floating-point parameters only, leaves codes and scales exact. They are
-no parameter and in no state_dict: packed models are written by formats/checkpoint.py. Under torch.compile and
+no parameter and in no state_dict: packed models are written by formats/writing.py. Under torch.compile and
 torch.export a packed product is one operator.
 """
 

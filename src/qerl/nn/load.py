@@ -1,13 +1,14 @@
 """A folder becomes a model ready to train adapters on: frozen, packed, with norms that take noise.
 
-    config.json -> transformers' model on the meta device (no memory)
-    shards -> one tensor at a time -> device -> NVFP4 -> PackedWeight      linears of decoder layers
-                                             -> one bf16 tensor a group    the same where `keep` or the format says so
-                                   -> as it is                             embedding, head, norms, biases
+    open_base    config.json -> transformers' model on the meta device (no memory); what is packed, in which groups
+    load_model   shards -> one tensor at a time -> device -> codes -> PackedWeight      linears of decoder layers
+                                                          -> one bf16 tensor a group    the same where `keep` says so
+                                                -> as it is                             embedding, head, norms, biases
 
-q, k, v and gate, up share a global scale and one PackedWeight (or one dense tensor, of which their weights are row
-views), so that the engine computes each group as one product from the trainer's own storage. Folders that are packed
-already load exactly. The most memory above the model's own is one group's bf16 weights.
+Codes are NVFP4 or MXFP4. q, k, v and gate, up share a global scale (of which MXFP4 has none) and one PackedWeight (or
+one dense tensor, of which their weights are row views), so that the engine computes each group as one product from the
+trainer's own storage. Folders that are packed already load exactly. The most memory above the model's own is one
+group's bf16 weights.
 
 Any decoder of transformers loads whose attention goes through its attention interface and whose logits are its head's
 output; what would compute something else here is refused by name. A norm is replaced by our RMSNorm only if it is shown
@@ -41,7 +42,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
-from qerl.formats.nvfp4 import BLOCK, NVFP4Tensor, quantize, shared_global_scale
+from qerl.formats.codes import BLOCKS, Codes, quantize, shared_scale
 from qerl.kernels.w4a16 import pack
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear
@@ -58,8 +59,50 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen model in eval mode on `config.device`, and its tokenizer.
+@dataclass(frozen=True)
+class Group:
+    """Linears that read the same input and share one storage."""
+
+    names: tuple[str, ...]
+    """As the model names them."""
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model folder, checked against its architecture, before any weight is read."""
+
+    config: ModelConfig
+    folder: Path
+    model: PreTrainedModel
+    """On the meta device, with our RMSNorms."""
+    source: Source
+    groups: list[Group]
+    """Every linear of the decoder layers."""
+    device: torch.device
+
+    def codes(self, group: Group) -> list[Codes]:
+        """A packed group's codes on the device: as stored, or quantised now under what the group shares."""
+        if self.source.checkpoint.quantization is not None:
+            parts = [self.source.codes(name) for name in group.names]
+            for name, part in zip(group.names, parts, strict=True):
+                shape = (part.packed.shape[0], 2 * part.packed.shape[1])
+                _check_shape(f"{name}.weight", shape, _linear(self.model, name).weight)
+            return [type(part)(*(tensor.to(self.device) for tensor in part)) for part in parts]
+        format, scale = self.config.format, self.config.scale
+        assert format != "bf16", "a group of a bf16 base is dense"
+        names = [f"{name}.weight" for name in group.names]
+        weights = [self.weight(name) for name in group.names]
+        shared = shared_scale(weights, names, format)
+        return [quantize(w, format, scale=scale, shared=shared, name=n) for w, n in zip(weights, names, strict=True)]
+
+    def weight(self, name: str) -> Tensor:
+        """The stored weight of a dense linear, in its own dtype, on the device."""
+        return _read(self.source, f"{name}.weight", _linear(self.model, name).weight, self.device, cast=False)
+
+
+def open_base(config: ModelConfig) -> Base:
+    """Match a folder's tensors with its architecture; nothing but the files' headers is read.
 
     ValueError, naming the place and the fix: no such folder or a damaged one, an architecture that cannot train here,
     tensors missing by name, a stored format that contradicts `config.format`, `keep` patterns that match nothing.
@@ -71,28 +114,38 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
             "download one first, or use path = 'embedded'"
         )
     checkpoint = Checkpoint(folder)
-    if checkpoint.quantization and config.format == "bf16":
-        raise ValueError(f"model.format is bf16, but {folder} holds packed weights: use the bf16 folder, or nvfp4")
+    stored = checkpoint.quantization
+    if stored is not None and stored.format != config.format:
+        raise ValueError(
+            f"model.format is {config.format}, but {folder} holds {stored.format} weights: use model.format = "
+            f"'{stored.format}', or the bf16 folder"
+        )
     device = resolve_device(config.device)
     automatic = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = automatic if config.dtype == "auto" else getattr(torch, config.dtype)
-
     model = _model_on_meta(folder, dtype, config.trust_remote_code)
     _materialize_buffers(model, device)
     _replace_norms(model)
-    source = _Source(checkpoint, model)
+    source = Source(checkpoint, model)
     groups = _plan_linears(model, source, config)
     _check_names(model, source, groups)
-    _load_all_but(groups, model, source, device)
-    for group in groups:
-        _load_group(model, source, group, config, device, dtype)
+    return Base(config, folder, model, source, groups, device)
+
+
+def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it."""
+    base = open_base(config)
+    model = base.model
+    _load_all_but_groups(base)
+    for group in base.groups:
+        _load_group(base, group)
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     model.eval().requires_grad_(False)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (base.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(base.folder)
     _check_head(model)
-    return model, _tokenizer(folder, config.trust_remote_code)
+    return model, _tokenizer(base.folder, config.trust_remote_code)
 
 
 def eos_token_ids(model: nn.Module) -> list[int]:
@@ -204,7 +257,7 @@ def rms_norm_eps(module: nn.Module) -> float | None:
 # ------------------------------------------------------------------------------------------------- its weights
 
 
-class _Source:
+class Source:
     """A folder's tensors under the names that the model gives them; transformers has renamed some since (embed_out)."""
 
     def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -220,24 +273,19 @@ class _Source:
         self.modules = {name_in_model(f"{name}.weight").removesuffix(".weight"): name for name in modules}
 
     def is_packed(self, module: str) -> bool:
+        """Whether a linear is stored in 4 bits."""
         return module in self.modules and self.checkpoint.is_packed(self.modules[module])
 
-    def nvfp4(self, module: str) -> NVFP4Tensor:
-        return self.checkpoint.nvfp4(self.modules[module])
+    def codes(self, module: str) -> Codes:
+        """A packed linear's codes as stored."""
+        return self.checkpoint.codes(self.modules[module])
 
     def tensor(self, name: str) -> Tensor:
+        """A stored tensor, on the host."""
         return self.checkpoint.tensor(self.tensors[name])
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Linears that read the same input and share one storage."""
-
-    names: tuple[str, ...]
-    packed: bool
-
-
-def _plan_linears(model: PreTrainedModel, source: _Source, config: ModelConfig) -> list[_Group]:
+def _plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) -> list[Group]:
     """Every linear of the decoder layers, in fused groups, and whether it is packed."""
     layers = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
@@ -248,14 +296,19 @@ def _plan_linears(model: PreTrainedModel, source: _Source, config: ModelConfig) 
     for pattern in config.keep:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ValueError(f"model.keep: {pattern!r} matches no layer; names look like {linears[0]}")
-    undivided = [name for name in linears if _linear(model, name).in_features % BLOCK]
-    if undivided and config.format == "nvfp4":
-        logger.warning("%d linears stay dense, K being no multiple of %d: %s", len(undivided), BLOCK, _some(undivided))
+    undivided: list[str] = []
+    if config.format != "bf16":
+        block = BLOCKS[config.format]
+        undivided = [name for name in linears if _linear(model, name).in_features % block]
+        if undivided:
+            logger.warning(
+                "%d linears stay dense, K being no multiple of %d: %s", len(undivided), block, _some(undivided)
+            )
 
     def is_packed(name: str) -> bool:
         kept = any(fnmatchcase(name, pattern) for pattern in config.keep)
         if source.checkpoint.quantization is None:
-            return config.format == "nvfp4" and not kept and name not in undivided
+            return config.format != "bf16" and not kept and name not in undivided
         if kept and source.is_packed(name):
             raise ValueError(f"model.keep names {name}, which {model.name_or_path} holds packed: use the bf16 folder")
         return source.is_packed(name)
@@ -265,8 +318,8 @@ def _plan_linears(model: PreTrainedModel, source: _Source, config: ModelConfig) 
         packed = {is_packed(name) for name in names}
         if len(packed) > 1:
             raise ValueError(f"{', '.join(names)} are one product: pack all of them or (model.keep) none")
-        groups.append(_Group(names, packed.pop()))
-    if config.format == "nvfp4" and not any(group.packed for group in groups):
+        groups.append(Group(names, packed.pop()))
+    if config.format != "bf16" and not any(group.packed for group in groups):
         raise ValueError(f"no layer of {model.name_or_path} is packed: use model.format = 'bf16', or keep fewer layers")
     return groups
 
@@ -285,7 +338,7 @@ def _fused(linears: list[str]) -> Iterator[tuple[str, ...]]:
             yield names
 
 
-def _check_names(model: PreTrainedModel, source: _Source, groups: list[_Group]) -> None:
+def _check_names(model: PreTrainedModel, source: Source, groups: list[Group]) -> None:
     """ValueError for what the model needs and the folder lacks; a warning for what the folder has in vain."""
     tied = set(model.all_tied_weights_keys)
     packed = {name for group in groups if group.packed for name in group.names if source.is_packed(name)}
@@ -307,59 +360,33 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _load_all_but(groups: list[_Group], model: PreTrainedModel, source: _Source, device: torch.device) -> None:
-    """Everything but the weights of `groups`: embedding, head, norms, biases, persistent buffers."""
-    later = {f"{name}.weight" for group in groups for name in group.names} | set(model.all_tied_weights_keys)
+def _load_all_but_groups(base: Base) -> None:
+    """Everything but the weights of groups: embedding, head, norms, biases, persistent buffers."""
+    model = base.model
+    later = {f"{name}.weight" for group in base.groups for name in group.names} | set(model.all_tied_weights_keys)
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         if name not in later:
-            value = _read(source, name, tensor, device)
+            value = _read(base.source, name, tensor, base.device)
             parent, _, leaf = name.rpartition(".")
             setattr(
                 model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
             )
 
 
-def _load_group(
-    model: PreTrainedModel,
-    source: _Source,
-    group: _Group,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
+def _load_group(base: Base, group: Group) -> None:
     """Fill a group's weights from one storage. Its biases are there already."""
-    linears = [_linear(model, name) for name in group.names]
+    linears = [_linear(base.model, name) for name in group.names]
     if group.packed:
-        packed = pack(_quantized(model, source, group, config, device))
+        packed = pack(base.codes(group))
         for index, (name, linear) in enumerate(zip(group.names, linears, strict=True)):
-            model.set_submodule(name, PackedLinear(packed.part(index), linear.bias))
+            base.model.set_submodule(name, PackedLinear(packed.part(index), linear.bias))
         return
-    fused = torch.empty(
-        sum(linear.out_features for linear in linears), linears[0].in_features, device=device, dtype=dtype
-    )
-    views = fused.split([linear.out_features for linear in linears])
-    for name, linear, view in zip(group.names, linears, views, strict=True):
-        view.copy_(_read(source, f"{name}.weight", linear.weight, device))
+    dtype = linears[0].weight.dtype
+    rows = [linear.out_features for linear in linears]
+    fused = torch.empty(sum(rows), linears[0].in_features, device=base.device, dtype=dtype)
+    for name, linear, view in zip(group.names, linears, fused.split(rows), strict=True):
+        view.copy_(_read(base.source, f"{name}.weight", linear.weight, base.device))
         linear.weight = nn.Parameter(view, requires_grad=False)
-
-
-def _quantized(
-    model: PreTrainedModel, source: _Source, group: _Group, config: ModelConfig, device: torch.device
-) -> list[NVFP4Tensor]:
-    """A group's codes: as stored, or quantised now under one global scale."""
-    if source.checkpoint.quantization is not None:
-        parts = [source.nvfp4(name) for name in group.names]
-        for name, part in zip(group.names, parts, strict=True):
-            _check_shape(
-                f"{name}.weight",
-                (part.packed.shape[0], 2 * part.packed.shape[1]),
-                model.get_parameter(f"{name}.weight"),
-            )
-        return [NVFP4Tensor(*(tensor.to(device) for tensor in part)) for part in parts]
-    names = [f"{name}.weight" for name in group.names]
-    weights = [_read(source, name, model.get_parameter(name), device, cast=False) for name in names]
-    shared = shared_global_scale(weights, names)
-    return [quantize(w, scale=config.scale, global_scale=shared, name=n) for w, n in zip(weights, names, strict=True)]
 
 
 def _linear(model: PreTrainedModel, name: str) -> nn.Linear:
@@ -368,7 +395,7 @@ def _linear(model: PreTrainedModel, name: str) -> nn.Linear:
     return linear
 
 
-def _read(source: _Source, name: str, like: Tensor, device: torch.device, *, cast: bool = True) -> Tensor:
+def _read(source: Source, name: str, like: Tensor, device: torch.device, *, cast: bool = True) -> Tensor:
     """One tensor on the device, of the shape and (unless told not to) the dtype of `like`."""
     tensor = source.tensor(name)
     _check_shape(name, tuple(tensor.shape), like)

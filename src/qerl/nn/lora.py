@@ -14,6 +14,7 @@ adapter; noise finds that copy (noise.noise_sites).
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
@@ -119,15 +120,40 @@ def attach_saved_adapter(model: nn.Module, folder: Path) -> PeftModel:
     ValueError: no adapter there, one of another kind than LoRA (DoRA, biases), or for other layers than linears of the
     decoder layers and RMSNorms.
     """
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"no adapter in {folder}: adapter_config.json is missing")
-    config = peft.PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, peft.LoraConfig):
-        raise ValueError(f"{folder} holds a {config.peft_type} adapter: only LoRA is supported")
-    config.inference_mode = True
-    adapted = _attach(model, config)
+    adapted = _attach(model, _saved_config(folder))
     load_adapter_weights(adapted, folder)
     return adapted
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A saved adapter's tensors in fp32, on the host."""
+
+    factors: dict[str, LoraFactors]
+    """By the name of the model's linear."""
+    norms: dict[str, Float32[Tensor, " h"]]
+    """Trained RMSNorm weights, by the name of the model's parameter."""
+
+
+def read_adapter(model: nn.Module, folder: Path) -> SavedAdapter:
+    """A saved adapter without a model to put it on: `model` may be on the meta device, and stays as it is.
+
+    ValueError as `attach_saved_adapter` has it, and for NaN or infinity.
+    """
+    adapted = _attach(copy.deepcopy(causal_lm(model)), _saved_config(folder), on_meta=True)
+    saved, _ = _matched_weights(adapted, folder)
+    for name, tensor in saved.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder}: {name} contains NaN or infinity")
+    adapter = SavedAdapter({}, {})
+    for name, module in causal_lm(adapted).named_modules():
+        stored = f"base_model.model.{name}"  # PEFT's name
+        if isinstance(module, LoraLinear):
+            a, b = (saved[f"{stored}.lora_{part}.weight"].float() for part in "AB")
+            adapter.factors[name] = LoraFactors(a, b, module.scaling[module.active_adapters[0]])
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            adapter.norms[f"{name}.weight"] = saved[f"{stored}.weight"].float()
+    return adapter
 
 
 @contextmanager
@@ -140,6 +166,23 @@ def adapters_disabled(model: PeftModel) -> Generator[None]:
 @torch.no_grad()
 def load_adapter_weights(model: PeftModel, folder: Path) -> None:
     """Copy a saved adapter into the attached one, in place; ValueError unless all names and shapes agree."""
+    saved, present = _matched_weights(model, folder)
+    for name, tensor in present.items():
+        tensor.copy_(saved[name])
+
+
+def _saved_config(folder: Path) -> peft.LoraConfig:
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"no adapter in {folder}: adapter_config.json is missing")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(f"{folder} holds a {config.peft_type} adapter: only LoRA is supported")
+    config.inference_mode = True
+    return config
+
+
+def _matched_weights(model: PeftModel, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a saved adapter and of the attached one, by name; ValueError unless names and shapes agree."""
     path = folder / "adapter_model.safetensors"
     if not path.exists():
         raise ValueError(f"no adapter in {folder}: {path.name} is missing")
@@ -150,18 +193,20 @@ def load_adapter_weights(model: PeftModel, folder: Path) -> None:
             raise ValueError(
                 f"{path} does not fit: {name} is {there} in the file and {here} in the model; check [lora]"
             )
-    for name, tensor in present.items():
-        tensor.copy_(saved[name])
+    return saved, present
 
 
-def _attach(model: nn.Module, config: peft.LoraConfig) -> PeftModel:
-    """Let PEFT wrap the layers. ValueError for what the forward pass here would leave out."""
+def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False) -> PeftModel:
+    """Let PEFT wrap the layers (factors on the meta device, if asked to).
+
+    ValueError for what the forward pass here would leave out.
+    """
     beyond = [name for name in ("use_dora", "lora_bias", "target_parameters") if getattr(config, name, None)]
     if beyond:
         raise ValueError(f"the adapter is more than B A of linears ({', '.join(beyond)}): not supported")
     config._register_custom_module({nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):  # PEFT initialises from the global generator; what it draws is replaced
-        adapted = peft.get_peft_model(causal_lm(model), config)
+        adapted = peft.get_peft_model(causal_lm(model), config, low_cpu_mem_usage=on_meta)
     inside = {id(module) for layer in decoder_layers(adapted) for module in layer.modules()}
     for name, module in causal_lm(adapted).named_modules():
         if isinstance(module, BaseTunerLayer) and (not isinstance(module, LoraLinear) or id(module) not in inside):

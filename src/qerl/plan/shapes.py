@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from qerl.config import LoraConfig, ModelConfig
 from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.nvfp4 import BLOCK
+from qerl.formats.codes import BLOCKS
 from qerl.nn.load import EMBEDDED
 
 
@@ -193,4 +193,4 @@ def _is_packed(linears: tuple[Linear, ...], config: ModelConfig, checkpoint: Che
     if checkpoint is not None:
         return all(checkpoint.is_packed(linear.name) for linear in linears)
     kept = any(fnmatchcase(linear.name, pattern) for linear in linears for pattern in config.keep)
-    return config.format == "nvfp4" and not kept and linears[0].columns % BLOCK == 0
+    return config.format != "bf16" and not kept and linears[0].columns % BLOCKS[config.format] == 0

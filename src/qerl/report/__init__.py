@@ -6,6 +6,7 @@
 | `runs.py` | a run read from its folder, its headline figures, its series |
 | `html.py`, `page.html` | `qerl report`: one self-contained page, with plotly.js in it |
 | `plot.py` | `qerl plot`: the most important panels as one PNG |
+| `weights.py` | `qerl export`: what rounding did to the weights, as a table |
 
 Everything comes from the files that `rl/log.py` describes; nothing here needs a model or a GPU.
 """

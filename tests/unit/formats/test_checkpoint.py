@@ -7,9 +7,10 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import qerl.formats.checkpoint as module
-from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, quantize_checkpoint
+import qerl.formats.writing as module
+from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
 from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize, shared_global_scale
+from qerl.formats.writing import quantize_checkpoint
 from qerl.kernels.layout import pack
 
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -83,7 +84,7 @@ def same(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
 def test_what_is_read_back_is_what_quantize_gives(qwen, packed):
     """Bit for bit: codes, block scales, and the global scale, although the file stores its inverse."""
     dense, checkpoint = load_file(qwen / "model.safetensors"), Checkpoint(packed)
-    assert checkpoint.quantization == "compressed-tensors"
+    assert checkpoint.quantization == ("compressed-tensors", "nvfp4")
     for layer in range(2):
         for group in (*FUSED_GROUPS, ("o_proj",), ("down_proj",)):
             names = [f"model.layers.{layer}.{m}" for m in LINEARS if m.split(".")[1] in group]
@@ -91,7 +92,7 @@ def test_what_is_read_back_is_what_quantize_gives(qwen, packed):
             shared = shared_global_scale(weights, names)
             for name, weight in zip(names, weights, strict=True):
                 assert checkpoint.is_packed(name)
-                assert same(checkpoint.nvfp4(name), quantize(weight, global_scale=shared))
+                assert same(checkpoint.codes(name), quantize(weight, global_scale=shared))
 
 
 def test_everything_else_is_copied(qwen, packed):
@@ -157,7 +158,7 @@ def test_the_scale_option_arrives(scale, tmp_path):
     source = write(tmp_path / "in", {"model.safetensors": tensors})
     quantize_checkpoint(source, tmp_path / "out", scale=scale)
     shared = shared_global_scale(list(tensors.values()), list(tensors))
-    read = Checkpoint(tmp_path / "out").nvfp4("model.layers.0.self_attn.q_proj")
+    read = Checkpoint(tmp_path / "out").codes("model.layers.0.self_attn.q_proj")
     assert same(read, quantize(next(iter(tensors.values())), scale=scale, global_scale=shared))
 
 
@@ -165,7 +166,7 @@ def test_an_all_zero_layer_comes_back_as_zeros(tmp_path):
     name = "model.layers.0.mlp.down_proj"
     source = write(tmp_path / "in", {"model.safetensors": {f"{name}.weight": torch.zeros(16, 32)}})
     quantize_checkpoint(source, tmp_path / "out")
-    assert torch.equal(dequantize(Checkpoint(tmp_path / "out").nvfp4(name)), torch.zeros(16, 32))
+    assert torch.equal(dequantize(Checkpoint(tmp_path / "out").codes(name)), torch.zeros(16, 32))
 
 
 # Other programs
@@ -187,7 +188,7 @@ def test_transformers_loads_the_folder(packed):
         values = unpack_fp4_from_uint8(codes, codes.shape[0], codes.shape[1] * 2, torch.float32).unflatten(1, (-1, 16))
         weight = (values * (blocks.float() / divisor)[..., None]).flatten(1).bfloat16()
         assert torch.equal(model.get_parameter(name), weight)
-        ours = dequantize(checkpoint.nvfp4(linear), torch.bfloat16)
+        ours = dequantize(checkpoint.codes(linear), torch.bfloat16)
         assert (ours != weight).float().mean() < 1e-3  # another order of rounding: a bf16 step apart, hardly ever
         assert torch.allclose(ours.float(), weight.float(), rtol=2.0**-7, atol=0)
         parameter.data.copy_(weight)
@@ -283,9 +284,9 @@ def test_modelopt(style, tmp_path):
             json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization})
         )
     checkpoint = Checkpoint(tmp_path / "in")
-    assert checkpoint.quantization == "modelopt"
+    assert checkpoint.quantization == ("modelopt", "nvfp4")
     assert checkpoint.is_packed(name) and not checkpoint.is_packed("model.norm")
-    assert same(checkpoint.nvfp4(name), t)
+    assert same(checkpoint.codes(name), t)
 
 
 def compressed_folder(folder: Path, parts: dict[str, NVFP4Tensor], **changes: torch.Tensor) -> Path:
@@ -301,7 +302,7 @@ def test_fused_parts_with_different_global_scales_load_exactly(tmp_path):
     torch.manual_seed(0)
     parts = {f"layers.0.self_attn.{p}_proj": quantize(torch.randn(16, 32) * (i + 1)) for i, p in enumerate("qkv")}
     checkpoint = Checkpoint(compressed_folder(tmp_path / "in", parts))
-    read = [checkpoint.nvfp4(name) for name in parts]
+    read = [checkpoint.codes(name) for name in parts]
     assert len({t.global_scale.item() for t in read}) == 3
     dense, scale = pack(read).dequantize()
     assert torch.equal(dense * scale[:, None], torch.cat([dequantize(t) for t in parts.values()]))
@@ -373,7 +374,7 @@ def test_a_missing_tensor_is_named(packed):
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.9\.up"):
         checkpoint.tensor("model.layers.9.up")
     with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight_packed"):
-        checkpoint.nvfp4("model.norm")
+        checkpoint.codes("model.norm")
 
 
 def test_a_wrong_dtype_is_named(packed, tmp_path):
@@ -382,7 +383,7 @@ def test_a_wrong_dtype_is_named(packed, tmp_path):
     t = {"layers.0.up_proj": quantize(torch.ones(16, 32))}
     changed = {"layers.0.up_proj.weight_packed": torch.ones(16, 16)}
     with pytest.raises(ValueError, match=r"up_proj\.weight_packed is torch\.float32, where torch\.uint8"):
-        Checkpoint(compressed_folder(tmp_path / "in", t, **changed)).nvfp4("layers.0.up_proj")
+        Checkpoint(compressed_folder(tmp_path / "in", t, **changed)).codes("layers.0.up_proj")
 
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
@@ -404,7 +405,7 @@ def test_impossible_scales_are_named(part, value, message, tmp_path):
     t = {"layers.0.up_proj": quantize(torch.ones(16, 32))}
     folder = compressed_folder(tmp_path / "in", t, **{f"layers.0.up_proj.weight_{part}": value})
     with pytest.raises(ValueError, match=rf"model\.safetensors: layers\.0\.up_proj\.{message}"):
-        Checkpoint(folder).nvfp4("layers.0.up_proj")
+        Checkpoint(folder).codes("layers.0.up_proj")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -16,8 +16,8 @@ from transformers.models.granite import GraniteConfig
 from transformers.models.qwen2 import Qwen2Config
 
 from qerl.config import ModelConfig
-from qerl.formats.checkpoint import quantize_checkpoint
 from qerl.formats.nvfp4 import dequantize, quantize, shared_global_scale
+from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.attention import ATTENTION, packed_forward
 from qerl.nn.linear import PackedLinear
 from qerl.nn.load import eos_token_ids, load_model, resolve_device

@@ -19,7 +19,7 @@ from qerl.config import RunConfig, load_config
 from qerl.engine import build_engine
 from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import KVCache
-from qerl.formats.checkpoint import quantize_checkpoint
+from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.linear import PackedLinear
