@@ -184,10 +184,11 @@ def test_scale_option_reaches_the_codes(folders):
     assert not torch.equal(sweep.tiles, amax.tiles)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox"])
-def test_packed_folder_loads_exactly(folders, tmp_path, family):
-    quantize_checkpoint(folders(family), tmp_path / "packed")
-    direct, stored = load(folders(family)), load(tmp_path / "packed")
+def test_packed_folder_loads_exactly(folders, tmp_path, family, format):
+    quantize_checkpoint(folders(family), tmp_path / "packed", format=format)
+    direct, stored = load(folders(family), format=format), load(tmp_path / "packed", format=format)
     for name, linear in linears(direct).items():
         assert torch.equal(linear.packed.tiles, linears(stored)[name].packed.tiles)
         assert torch.equal(linear.packed.global_scale, linears(stored)[name].packed.global_scale)
@@ -281,8 +282,9 @@ def test_keep_patterns_that_cannot_be_meant(folders, options, message):
 
 def test_packed_folder_contradicts_the_config(folders, tmp_path):
     quantize_checkpoint(folders("qwen2"), tmp_path / "packed")
-    with pytest.raises(ValueError, match=r"model\.format is bf16"):
-        load(tmp_path / "packed", format="bf16")
+    for format in ("bf16", "mxfp4"):
+        with pytest.raises(ValueError, match=rf"model\.format is {format}, but .* holds nvfp4 weights"):
+            load(tmp_path / "packed", format=format)
     with pytest.raises(ValueError, match=r"model\.keep names model\.layers\.0\.self_attn\.o_proj"):
         load(tmp_path / "packed", keep=["*.o_proj"])
 
