@@ -18,7 +18,7 @@ A task knows neither tokens nor the order of training: the rollout draws indices
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from qerl.config import TaskConfig
 from qerl.tasks.arithmetic import ArithmeticTask
@@ -52,6 +52,7 @@ READ_BY = {
 }
 
 
+@runtime_checkable  # for the run-time type checks of the tests
 class Task(Protocol):
     """A set of problems with a way to pay for completions and a way to grade them.
 

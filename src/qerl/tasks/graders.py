@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from qerl.config import GraderName, Percent
 from qerl.tasks import numbers
 from qerl.tasks.math_grader import final_answer, grade_math
 
 
+@runtime_checkable  # for the run-time type checks of the tests
 class Grader(Protocol):
     """Grades completions by their references, one each."""
 

@@ -6,7 +6,6 @@ import copy
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
+    TrainingArguments,
 )
 
 from qerl import philox
@@ -206,9 +206,15 @@ def test_rloo_samples_under_noise_too(tmp_path):
 # ------------------------------------------------------------------ without a trainer
 
 
+def arguments() -> TrainingArguments:
+    return TrainingArguments("unused", seed=SEED, use_cpu=True, bf16=False)
+
+
 def begin(model: nn.Module, callback: AQNCallback, *, step: int = 1, max_steps: int = 2, **settings) -> None:
     """What a trainer does up to the rollout of a step."""
-    args = SimpleNamespace(seed=SEED, process_index=0, **settings)
+    args = arguments()
+    for name, value in settings.items():
+        setattr(args, name, value)
     state, control = TrainerState(max_steps=max_steps, global_step=step), TrainerControl()
     callback.on_train_begin(args, state, control, model=model)
     callback.on_step_begin(args, state, control, model=model)
@@ -300,11 +306,11 @@ def test_other_generations_are_clean(case):
     begin(model, callback)
     model.generate(TOKENS, max_new_tokens=1)
     if case == "between steps":
-        callback.on_step_end(SimpleNamespace(gradient_accumulation_steps=1), TrainerState(), TrainerControl())
+        callback.on_step_end(arguments(), TrainerState(), TrainerControl())
     elif case == "evaluation":
         model.eval()
     else:
-        callback.on_train_end(SimpleNamespace(), TrainerState(), TrainerControl())
+        callback.on_train_end(arguments(), TrainerState(), TrainerControl())
         assert model.generate is recorder.generate
     model.generate(TOKENS, max_new_tokens=1)
     assert recorder.noise[0] is not None and recorder.noise[1] is None
