@@ -33,7 +33,11 @@ def _table(title: str, section: Any, skip: Any = ()) -> str:
     for name, field in section.model_fields.items():
         if name in skip:
             continue
-        choices = f" One of {', '.join(get_args(field.annotation))}." if get_origin(field.annotation) is Literal else ""
+        choices = (
+            f" One of {', '.join(map(str, get_args(field.annotation)))}."
+            if get_origin(field.annotation) is Literal
+            else ""
+        )
         default = "" if field.default is None else f"`{json.dumps(field.default)}`"
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | {meaning}{choices} |")

@@ -11,7 +11,7 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -27,6 +27,9 @@ app = typer.Typer(
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")
 ]
+
+FORMATS: tuple[str, ...] = get_args(ModelConfig.model_fields["format"].annotation)
+FormatOption = Annotated[str, typer.Option(help=f"Storage of the base: {', '.join(FORMATS)}.")]
 
 EVAL_SETTINGS = (
     "model.",
@@ -70,8 +73,8 @@ def _load(path: Path | None, overrides: list[str] | None) -> RunConfig:
 
 
 def _check_format(format: str) -> None:
-    if format not in ("nvfp4", "mxfp4", "bf16"):
-        raise ValueError(f"--format {format}: choose nvfp4, mxfp4 or bf16")
+    if format not in FORMATS:
+        raise ValueError(f"--format {format}: choose one of {', '.join(FORMATS)}")
 
 
 @app.command()
@@ -151,7 +154,7 @@ def generate(
         str | None, typer.Argument(help="The user's message; without one, a chat on the terminal.")
     ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
-    format: Annotated[str, typer.Option(help="nvfp4, mxfp4 or bf16.")] = "nvfp4",
+    format: FormatOption = "nvfp4",
     samples: Annotated[int, typer.Option("-n", min=1, help="Completions of the prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
@@ -217,7 +220,7 @@ def evaluate(
         bool, typer.Option("--tag-free", help="Put tag-free grading first; both are always reported.")
     ] = False,
     batch_size: Annotated[int, typer.Option(help="Most sequences that decode at a time; bounds memory.")] = 256,
-    format: Annotated[str, typer.Option(help="nvfp4, mxfp4 or bf16.")] = "nvfp4",
+    format: FormatOption = "nvfp4",
     from_parquet: Annotated[
         Path | None, typer.Option(help="Grade the completions of this results.parquet anew, without a model.")
     ] = None,

@@ -22,6 +22,15 @@ LossType = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"]
 GraderName = Literal["numeric", "math", "exact", "none"]
 Percent = Literal["ignore", "fraction"]
 
+# The formats that a setting of [model] belongs to.
+_FORMATS_WITH = {
+    "keep": ("nvfp4", "mxfp4", "nf4", "int4"),
+    "scale": ("nvfp4", "mxfp4", "int4"),
+    "double_quant": ("nf4",),
+    "group_size": ("int4",),
+    "symmetric": ("int4",),
+}
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -55,11 +64,17 @@ class ModelConfig(Section):
     path: str = "embedded"
     """Folder of a transformers model in safetensors (bf16, or packed by `qerl quantize`), or "embedded": the small
     model in this package."""
-    format: Literal["nvfp4", "mxfp4", "bf16"] = "nvfp4"
+    format: Literal["nvfp4", "mxfp4", "nf4", "int4", "bf16"] = "nvfp4"
     """Storage of the frozen linear layers. A bf16 folder is quantised while it loads; a packed folder must match."""
     scale: Literal["sweep", "amax"] = "sweep"
     """How a block's scale is chosen: least squares over the scales nearby, or from the block's largest value alone
-    (nvfp4: it lands on 6; mxfp4: the OCP specification's rule)."""
+    (nvfp4, int4: it lands on the largest code; mxfp4: the OCP specification's rule). nf4 has no choice."""
+    double_quant: bool = True
+    """nf4: quantise the blocks' largest values too, as QLoRA does: 4.13 bits a weight instead of 4.5."""
+    group_size: Literal[32, 64, 128] = 128
+    """int4: weights that share a scale."""
+    symmetric: bool = False
+    """int4: without zero points."""
     keep: list[str] = []
     """Glob patterns of linear layers that stay in bf16, such as "model.layers.0.*". The embedding and the head
     always do."""
@@ -72,12 +87,18 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _quantises_what_it_says(self) -> ModelConfig:
-        for key in ("keep", "scale"):
-            if self.format == "bf16" and getattr(self, key) != ModelConfig.model_fields[key].default:
+        for key, formats in _FORMATS_WITH.items():
+            if self.format in formats or getattr(self, key) == ModelConfig.model_fields[key].default:
+                continue
+            if self.format == "bf16":
                 raise ValueError(
                     f'model.{key} says how layers are quantised, and model.format = "bf16" quantises none: '
                     "take one of them out"
                 )
+            raise ValueError(
+                f'model.{key} is a setting of {" and ".join(formats)}, and model.format = "{self.format}" has none: '
+                "take one of them out"
+            )
         return self
 
 

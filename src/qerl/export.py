@@ -30,7 +30,7 @@ from torch import Tensor
 
 from qerl import __version__
 from qerl.config import ModelConfig
-from qerl.formats.codes import Codes, Distortion, PackedFormat, dequantize, distortion, inner
+from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
 from qerl.formats.writing import Progress, dense_bytes, packable, staged, write_dense, write_quantized
 from qerl.nn.load import Base, open_base
 from qerl.nn.lora import SavedAdapter, read_adapter
@@ -129,7 +129,7 @@ def export(
             write_dense(merged, folder, progress=progress)
         else:
 
-            def observe(name: str, weight: Tensor, codes: Codes) -> None:
+            def observe(name: str, weight: Tensor, codes: PackedCodes) -> None:
                 ledger.add(name, weight, dequantize(codes), merged.change(f"{name}.weight"))
 
             keep = sorted(merged.dense_linears & packable(merged, format)) if trained.model.format != "bf16" else []

@@ -86,3 +86,12 @@ def test_settings_that_meet_in_the_trainer(settings, tmp_path):
     assert any(row["noise/vectors"] == 8 for row in rows)
     if "loss.beta=0.05" in settings:
         assert rows[-1]["kl"] > 0
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "int4", "bf16"])
+def test_a_run_changes_its_format_by_a_name_alone(format, tmp_path):
+    rows, _ = train(tmp_path / "run", "steps=2", "loss.type=grpo", f"model.format={format}")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["num_skipped_updates"] == 0 for row in rows)
+    # Trainer and engine compute with the same weights: without noise (stage 0) they agree on what was sampled.
+    assert rows[0]["noise/sigma"] == 0 and rows[0]["mismatch_kl"] < 1e-6
+    assert rows[0]["grad_norm"] > 0

@@ -32,7 +32,7 @@ def test_numbers_out_of_range_are_refused(arguments):
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_a_format_that_is_none_is_refused_in_one_line(command):
     result = qerl(command, "embedded", "--format", "int3")
-    assert str(result.exception) == "--format int3: choose nvfp4, mxfp4 or bf16"
+    assert str(result.exception) == "--format int3: choose one of nvfp4, mxfp4, nf4, int4, bf16"
 
 
 def test_greedy_decoding_is_no_temperature_of_an_evaluation():

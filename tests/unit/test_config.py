@@ -241,7 +241,8 @@ def test_numbers_are_finite(place, value):
 @pytest.mark.parametrize(
     ("override", "choices"),
     [
-        ("model.format=int3", "'nvfp4', 'mxfp4' or 'bf16'"),
+        ("model.format=int3", "'nvfp4', 'mxfp4', 'nf4', 'int4' or 'bf16'"),
+        ("model.group_size=16", "32, 64 or 128"),
         ("model.scale=max", "'sweep' or 'amax'"),
         ("model.dtype=float16", "'auto', 'bfloat16' or 'float32'"),
         ("rollout.engine=vllm", "'auto', 'qerl' or 'hf'"),
@@ -309,6 +310,10 @@ def test_a_wrong_type_is_refused(override):
             "model.keep says how layers are quantised, and model.format",
         ),
         (["model.format=bf16", "model.scale=amax"], "model.scale says how layers are quantised, and model.format"),
+        (["model.format=nf4", "model.scale=amax"], "model.scale is a setting of nvfp4 and mxfp4 and int4, and"),
+        (["model.double_quant=false"], 'model.double_quant is a setting of nf4, and model.format = "nvfp4" has none'),
+        (["model.format=mxfp4", "model.group_size=64"], "model.group_size is a setting of int4, and model.format"),
+        (["model.format=nf4", "model.symmetric=true"], "model.symmetric is a setting of int4, and model.format"),
         (
             ["rewards.arguments.f={prompts = 1}"],
             "rewards.arguments.f: 'prompts' is what every reward function is given",
@@ -342,6 +347,9 @@ def test_settings_that_do_not_go_together_are_refused(overrides, message):
     [
         ["rewards.weights=[0, 1]"],  # of the task's own functions: checked where the task is known
         ["model.format=bf16", "model.scale=sweep"],
+        ["model.format=mxfp4", "model.scale=amax", "model.keep=['*.o_proj']"],
+        ["model.format=nf4", "model.double_quant=false"],
+        ["model.format=int4", "model.group_size=64", "model.symmetric=true", "model.scale=amax"],
         ["rewards.arguments.f={max_length = 1}"],
         ["noise.enabled=false", "noise.sigma_start=0"],
         ["noise.sigma_start=0", "noise.sigma_end=0"],

@@ -160,6 +160,18 @@ def test_merged_is_base_plus_adapter_rounded_once(run, bf16, tmp_path):
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, wanted), name
 
 
+@pytest.mark.parametrize("format, options", [("nf4", {}), ("int4", {"group_size": 32})])
+def test_a_base_that_no_folder_can_hold_is_merged_from_its_codes(bf16, tmp_path, format, options):
+    run = make_run(tmp_path / "run", bf16["qwen2"], format=format, lora={"r": 4}, **options)
+    export(run, tmp_path / "out", "merged", device="cpu")
+    ours, theirs = policy_logits(run), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (theirs - ours).norm() < 0.02 * ours.norm()
+    plain = export(
+        make_run(tmp_path / "run2", bf16["qwen2"], format="bf16", lora={"r": 4}), tmp_path / "out2", "merged"
+    )
+    assert (logits(AutoModelForCausalLM.from_pretrained(plain.folder)) - ours).norm() > 0.1 * ours.norm()
+
+
 def test_transformers_loads_the_merged_folder_and_gives_the_policys_logits(run, tmp_path):
     export(run, tmp_path / "out", "merged", device="cpu")
     theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qerl.formats.codes import BLOCKS, Codes, PackedFormat
+from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat
 from qerl.formats.mxfp4 import MXFP4Tensor, refuse_nan
 from qerl.formats.nvfp4 import NVFP4Tensor
 
@@ -84,7 +84,7 @@ class Checkpoint:
         leaf = "weight_packed" if self.quantization.writer == "compressed-tensors" else "weight_scale_2"
         return f"{module}.{leaf}" in self._shard_of
 
-    def codes(self, module: str) -> Codes:
+    def codes(self, module: str) -> PackedCodes:
         """The packed linear layer `module` as stored, an NVFP4 global scale turned into a multiplier.
 
         ValueError names the tensor: not stored, of a wrong dtype or shape, or with a scale that no quantiser writes.

@@ -1,27 +1,39 @@
-"""The packed formats behind one small interface, for code that does not care which of them it has.
+"""Every format behind one small interface, for code that does not care which of them it has.
 
-    quantize(w, "mxfp4", shared=shared_scale([w, ...], ...))  ->  NVFP4Tensor or MXFP4Tensor  ->  dequantize
+    format = NVFP4(), MXFP4(), NF4(), INT4() or BF16()          with the format's settings
+    shared = format.share([q, k, v], names)                     what matrices of one product have in common
+    codes = format.quantize(q, shared=shared, name="q")         -> dequantize(codes)
 
-A format's own module says what its bits mean. Matrices that become one product share what `shared_scale` gives: a
-global scale in NVFP4, nothing in MXFP4. `Distortion` says how far codes are from the weights.
+A format's own module says what its bits mean; docs/formats.md has the table of all of them. nn/load.py makes linears of
+the codes (nn/linear.py), writing.py files. `Distortion` says how far codes are from the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import BFloat16, Float, Float32
 from torch import Tensor
 
-from qerl.formats import mxfp4, nvfp4
+from qerl.formats import int4, mxfp4, nf4, nvfp4
+from qerl.formats.int4 import INT4Tensor
 from qerl.formats.mxfp4 import MXFP4Tensor
+from qerl.formats.nf4 import NF4Tensor
 from qerl.formats.nvfp4 import NVFP4Tensor
 
 PackedFormat = Literal["nvfp4", "mxfp4"]
-Codes = NVFP4Tensor | MXFP4Tensor
+"""Those that fused kernels take, and folders hold."""
+
+PackedCodes = NVFP4Tensor | MXFP4Tensor
+Codes = PackedCodes | NF4Tensor | INT4Tensor
+"""A quantised matrix; one of bf16 is a plain tensor."""
+
+Scale = Literal["sweep", "amax"]
+"""Least squares over the scales nearby, or the rule that looks at the block's largest value alone."""
 
 BLOCKS: dict[PackedFormat, int] = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}
 """Values along K that share a scale, by format."""
@@ -29,35 +41,170 @@ BLOCKS: dict[PackedFormat, int] = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}
 _PIECE = 1 << 22  # elements at a time in `inner`: bounds the float64 temporaries
 
 
-def shared_scale(
-    weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str], format: PackedFormat
-) -> Float32[Tensor, " 1"] | None:
-    """What matrices of one product share. `weights` may be a generator: one at a time is looked at."""
-    return nvfp4.shared_global_scale(weights, names) if format == "nvfp4" else None
+class Format(Protocol):
+    """A way to store a frozen matrix [N, K]."""
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight of a large matrix: codes, scales, zero points."""
+        ...
+
+    def fits(self, n: int, k: int) -> bool:
+        """Whether a matrix [n, k] is whole blocks; what is not stays in bf16."""
+        ...
+
+    def share(self, weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, " 1"] | None:
+        """What matrices of one product share: in most formats nothing.
+
+        `weights` may be a generator: one at a time is looked at. ValueError names one with NaN or infinity.
+        """
+        return None
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> Codes | BFloat16[Tensor, "n k"]:
+        """Round a matrix of bf16, fp16 or fp32 weights.
+
+        ValueError, with `name` in it: it does not fit, or holds NaN or infinity.
+        """
+        ...
 
 
-def quantize(
-    weight: Float[Tensor, "n k"],
-    format: PackedFormat,
-    *,
-    scale: Literal["sweep", "amax"] = "sweep",
-    shared: Float32[Tensor, " 1"] | None = None,
-    name: str = "weight",
-) -> Codes:
-    """Round a matrix to a format; `scale` is least squares, or the rule that looks at the block's largest value alone.
+@dataclass(frozen=True)
+class NVFP4(Format):
+    """formats/nvfp4.py; matrices of one product share the global scale."""
 
-    ValueError, with `name` in it: K no multiple of the block, NaN or infinity among the weights.
-    """
-    if format == "nvfp4":
-        return nvfp4.quantize(weight, scale=scale, global_scale=shared, name=name)
-    return mxfp4.quantize(weight, scale="sweep" if scale == "sweep" else "ocp", name=name)
+    scale: Scale = "sweep"
+
+    @property
+    def bits(self) -> float:
+        """See `Format`."""
+        return 4 + 8 / nvfp4.BLOCK
+
+    def fits(self, n: int, k: int) -> bool:
+        """See `Format`."""
+        return k % nvfp4.BLOCK == 0
+
+    def share(self, weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, " 1"]:
+        """See `Format`."""
+        return nvfp4.shared_global_scale(weights, names)
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> NVFP4Tensor:
+        """See `Format`."""
+        return nvfp4.quantize(weight, scale=self.scale, global_scale=shared, name=name)
 
 
-def dequantize(codes: Codes, dtype: torch.dtype = torch.float32, *, name: str = "weight") -> Float[Tensor, "n k"]:
+@dataclass(frozen=True)
+class MXFP4(Format):
+    """formats/mxfp4.py."""
+
+    scale: Scale = "sweep"
+
+    @property
+    def bits(self) -> float:
+        """See `Format`."""
+        return 4 + 8 / mxfp4.BLOCK
+
+    def fits(self, n: int, k: int) -> bool:
+        """See `Format`."""
+        return k % mxfp4.BLOCK == 0
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> MXFP4Tensor:
+        """See `Format`."""
+        return mxfp4.quantize(weight, scale="sweep" if self.scale == "sweep" else "ocp", name=name)
+
+
+@dataclass(frozen=True)
+class NF4(Format):
+    """formats/nf4.py."""
+
+    double_quant: bool = True
+
+    @property
+    def bits(self) -> float:
+        """See `Format`."""
+        return 4 + (8 + 32 / nf4.ABSMAX_GROUP if self.double_quant else 32) / nf4.BLOCK
+
+    def fits(self, n: int, k: int) -> bool:
+        """See `Format`."""
+        return nf4.fits(n, k)
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> NF4Tensor:
+        """See `Format`."""
+        return nf4.quantize(weight, double_quant=self.double_quant, name=name)
+
+
+@dataclass(frozen=True)
+class INT4(Format):
+    """formats/int4.py."""
+
+    group: int = 128
+    symmetric: bool = False
+    scale: Scale = "sweep"
+
+    @property
+    def bits(self) -> float:
+        """See `Format`."""
+        return 4 + (16 if self.symmetric else 16 + 8) / self.group
+
+    def fits(self, n: int, k: int) -> bool:
+        """See `Format`."""
+        return k % self.group == 0
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> INT4Tensor:
+        """See `Format`."""
+        return int4.quantize(weight, group=self.group, symmetric=self.symmetric, scale=self.scale, name=name)
+
+
+@dataclass(frozen=True)
+class BF16(Format):
+    """The baseline: the weights as they are, rounded to bf16."""
+
+    @property
+    def bits(self) -> float:
+        """See `Format`."""
+        return 16
+
+    def fits(self, n: int, k: int) -> bool:
+        """See `Format`."""
+        return True
+
+    def quantize(
+        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+    ) -> BFloat16[Tensor, "n k"]:
+        """See `Format`."""
+        nvfp4.finite_amax([weight], [name])
+        return weight.to(torch.bfloat16)
+
+
+def packed_format(name: PackedFormat, scale: Scale = "sweep") -> NVFP4 | MXFP4:
+    """The format that a folder holds under this name."""
+    return NVFP4(scale) if name == "nvfp4" else MXFP4(scale)
+
+
+def dequantize(
+    codes: Codes | BFloat16[Tensor, "n k"], dtype: torch.dtype = torch.float32, *, name: str = "weight"
+) -> Float[Tensor, "n k"]:
     """The values that codes stand for, computed in float32 and rounded once. ValueError: a scale that is NaN."""
-    if isinstance(codes, NVFP4Tensor):
-        return nvfp4.dequantize(codes, dtype)
-    return mxfp4.dequantize(codes, dtype, name=name)
+    match codes:
+        case NVFP4Tensor():
+            return nvfp4.dequantize(codes, dtype)
+        case MXFP4Tensor():
+            return mxfp4.dequantize(codes, dtype, name=name)
+        case NF4Tensor():
+            return nf4.dequantize(codes, dtype)
+        case INT4Tensor():
+            return int4.dequantize(codes, dtype)
+        case Tensor():
+            return codes.to(dtype)
 
 
 class Distortion(NamedTuple):

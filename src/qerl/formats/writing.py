@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, MODELOPT_CONFIG, Checkpoint
-from qerl.formats.codes import BLOCKS, Codes, PackedFormat, quantize, shared_scale
+from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
 from qerl.formats.nvfp4 import NVFP4Tensor
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -35,7 +35,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
 """Told how many of how many tensors are done."""
 
-Observer = Callable[[str, Tensor, Codes], None]
+Observer = Callable[[str, Tensor, PackedCodes], None]
 """Told a linear layer's name, its weight, and what became of it."""
 
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     target: Path | str,
     *,
     format: PackedFormat = "nvfp4",
-    scale: Literal["sweep", "amax"] = "sweep",
+    scale: Scale = "sweep",
     keep: Sequence[str] = (),
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -126,7 +126,7 @@ def write_quantized(
     folder: Path,
     *,
     format: PackedFormat = "nvfp4",
-    scale: Literal["sweep", "amax"] = "sweep",
+    scale: Scale = "sweep",
     keep: Sequence[str] = (),
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -138,7 +138,7 @@ def write_quantized(
     whose columns are no multiple of the block. Returns the counts that a user wants to see.
     ValueError: a pattern of `keep` that matches nothing or parts a fused group, NaN or infinity in a weight.
     """
-    groups = _plan(source, keep, format)
+    groups, codec = _plan(source, keep, format), packed_format(format, scale)
     shared: dict[tuple[str, ...], Tensor | None] = {}
 
     def convert(name: str) -> Iterable[tuple[str, Tensor]]:
@@ -148,9 +148,9 @@ def write_quantized(
         members = groups[module]
         if members not in shared:
             names = [f"{member}.weight" for member in members]
-            shared[members] = shared_scale((source.tensor(n).to(device) for n in names), names, format)
+            shared[members] = codec.share((source.tensor(n).to(device) for n in names), names)
         weight = source.tensor(name).to(device)
-        codes = quantize(weight, format, scale=scale, shared=shared[members], name=name)
+        codes = codec.quantize(weight, shared=shared[members], name=name)
         if observe is not None:
             observe(module, weight, codes)
         return _as_stored(module, codes)
@@ -205,7 +205,7 @@ def _is_linear(source: DenseSource, name: str, block: int) -> bool:
     return len(shape) == 2 and shape[1] % block == 0
 
 
-def _as_stored(module: str, codes: Codes) -> list[tuple[str, Tensor]]:
+def _as_stored(module: str, codes: PackedCodes) -> list[tuple[str, Tensor]]:
     """A packed layer's tensors as compressed-tensors names them."""
     tensors = [(f"{module}.weight_packed", codes.packed.cpu()), (f"{module}.weight_scale", codes.block_scale.cpu())]
     if isinstance(codes, NVFP4Tensor):

@@ -6,9 +6,9 @@
 W is rounded to x's dtype before the product, as bitsandbytes and others do it; packed formats (kernels/w4a16) enter
 exactly. Several weights that read the same input are one product: their rows follow each other in the buffer.
 
-A baseline's path: every product writes and reads all of W in bf16, five times the bytes of the codes, in a few PyTorch
-operations. Works on any device and in CUDA graphs, under the scratch buffer's rules. Neither function records a graph
-for autograd (nn/linear.py does); under torch.compile they break it.
+A baseline's path: every product writes all of W in x's dtype and reads it again, with float32 temporaries on the way,
+in a few PyTorch operations. Works on any device and in CUDA graphs, under the scratch buffer's rules. Neither function
+records a graph for autograd (nn/linear.py does); under torch.compile they break it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ torch.export a packed product is one operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,20 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.formats.codes import Codes
+from qerl.formats.int4 import INT4Tensor
+from qerl.formats.nf4 import NF4Tensor
 from qerl.kernels.coded import CodedWeight, coded_input_grad, coded_product
-from qerl.kernels.w4a16 import PackedWeight, w4a16, w4a16_input_grad
+from qerl.kernels.w4a16 import PackedWeight, pack, w4a16, w4a16_input_grad
+
+
+def frozen_weights(codes: Sequence[Codes]) -> Sequence[PackedWeight | CodedWeight]:
+    """What PackedLinears hold for the matrices of one product, each [N_i, K] and all of one format."""
+    coded = [CodedWeight(t) for t in codes if isinstance(t, NF4Tensor | INT4Tensor)]
+    if coded:
+        return coded
+    whole = pack([t for t in codes if not isinstance(t, NF4Tensor | INT4Tensor)])
+    return [whole.part(i) for i in range(len(codes))]
 
 
 class PackedLinear(nn.Linear):

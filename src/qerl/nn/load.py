@@ -1,14 +1,14 @@
 """A folder becomes a model ready to train adapters on: frozen, packed, with norms that take noise.
 
     open_base    config.json -> transformers' model on the meta device (no memory); what is packed, in which groups
-    load_model   shards -> one tensor at a time -> device -> codes -> PackedWeight      linears of decoder layers
+    load_model   shards -> one tensor at a time -> device -> codes -> PackedLinear      linears of decoder layers
                                                           -> one bf16 tensor a group    the same where `keep` says so
                                                 -> as it is                             embedding, head, norms, biases
 
-Codes are NVFP4 or MXFP4. q, k, v and gate, up share a global scale (of which MXFP4 has none) and one PackedWeight (or
-one dense tensor, of which their weights are row views), so that the engine computes each group as one product from the
-trainer's own storage. Folders that are packed already load exactly. The most memory above the model's own is one
-group's bf16 weights.
+Codes are those of `config.format` (formats/codes.py). q, k, v and gate, up share what the format shares (NVFP4's global
+scale) and one PackedWeight (or one dense tensor, of which their weights are row views), so that the engine computes
+each group as one product from the trainer's own storage. Folders that are packed already load exactly. The most memory
+above the model's own is one group's bf16 weights.
 
 Any decoder of transformers loads whose attention goes through its attention interface and whose logits are its head's
 output; what would compute something else here is refused by name. A norm is replaced by our RMSNorm only if it is shown
@@ -42,10 +42,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
-from qerl.formats.codes import BLOCKS, Codes, quantize, shared_scale
-from qerl.kernels.w4a16 import pack
+from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes
 from qerl.nn.attention import ATTENTION
-from qerl.nn.linear import PackedLinear
+from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.rmsnorm import RMSNorm, rms_norm
 from qerl.nn.structure import causal_lm, decoder, decoder_layers, head
 
@@ -89,12 +88,12 @@ class Base:
                 shape = (part.packed.shape[0], 2 * part.packed.shape[1])
                 _check_shape(f"{name}.weight", shape, _linear(self.model, name).weight)
             return [type(part)(*(tensor.to(self.device) for tensor in part)) for part in parts]
-        format, scale = self.config.format, self.config.scale
-        assert format != "bf16", "a group of a bf16 base is dense"
+        format = base_format(self.config)
+        assert not isinstance(format, BF16), "a group of a bf16 base is dense"
         names = [f"{name}.weight" for name in group.names]
         weights = [self.weight(name) for name in group.names]
-        shared = shared_scale(weights, names, format)
-        return [quantize(w, format, scale=scale, shared=shared, name=n) for w, n in zip(weights, names, strict=True)]
+        shared = format.share(weights, names)
+        return [format.quantize(w, shared=shared, name=n) for w, n in zip(weights, names, strict=True)]
 
     def weight(self, name: str) -> Tensor:
         """The stored weight of a dense linear, in its own dtype, on the device."""
@@ -146,6 +145,21 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         model.generation_config = GenerationConfig.from_pretrained(base.folder)
     _check_head(model)
     return model, _tokenizer(base.folder, config.trust_remote_code)
+
+
+def base_format(config: ModelConfig) -> NVFP4 | MXFP4 | NF4 | INT4 | BF16:
+    """The format that `config` names, with its settings."""
+    match config.format:
+        case "nvfp4":
+            return NVFP4(config.scale)
+        case "mxfp4":
+            return MXFP4(config.scale)
+        case "nf4":
+            return NF4(config.double_quant)
+        case "int4":
+            return INT4(config.group_size, config.symmetric, config.scale)
+        case "bf16":
+            return BF16()
 
 
 def eos_token_ids(model: nn.Module) -> list[int]:
@@ -276,7 +290,7 @@ class Source:
         """Whether a linear is stored in 4 bits."""
         return module in self.modules and self.checkpoint.is_packed(self.modules[module])
 
-    def codes(self, module: str) -> Codes:
+    def codes(self, module: str) -> PackedCodes:
         """A packed linear's codes as stored."""
         return self.checkpoint.codes(self.modules[module])
 
@@ -296,14 +310,17 @@ def _plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) -
     for pattern in config.keep:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ValueError(f"model.keep: {pattern!r} matches no layer; names look like {linears[0]}")
-    undivided: list[str] = []
-    if config.format != "bf16":
-        block = BLOCKS[config.format]
-        undivided = [name for name in linears if _linear(model, name).in_features % block]
-        if undivided:
-            logger.warning(
-                "%d linears stay dense, K being no multiple of %d: %s", len(undivided), block, _some(undivided)
-            )
+    format = base_format(config)
+    undivided = [
+        name
+        for names in _fused(linears)
+        if not all(format.fits(*_linear(model, name).weight.shape) for name in names)
+        for name in names
+    ]
+    if undivided:
+        logger.warning(
+            "%d linears stay dense, not being whole blocks of %s: %s", len(undivided), config.format, _some(undivided)
+        )
 
     def is_packed(name: str) -> bool:
         kept = any(fnmatchcase(name, pattern) for pattern in config.keep)
@@ -377,9 +394,9 @@ def _load_group(base: Base, group: Group) -> None:
     """Fill a group's weights from one storage. Its biases are there already."""
     linears = [_linear(base.model, name) for name in group.names]
     if group.packed:
-        packed = pack(base.codes(group))
-        for index, (name, linear) in enumerate(zip(group.names, linears, strict=True)):
-            base.model.set_submodule(name, PackedLinear(packed.part(index), linear.bias))
+        weights = frozen_weights(base.codes(group))
+        for name, linear, weight in zip(group.names, linears, weights, strict=True):
+            base.model.set_submodule(name, PackedLinear(weight, linear.bias))
         return
     dtype = linears[0].weight.dtype
     rows = [linear.out_features for linear in linears]

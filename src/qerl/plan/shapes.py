@@ -114,8 +114,10 @@ class ModelShape:
 def read_shape(config: ModelConfig) -> ModelShape:
     """The sizes of the model in `config.path`, whose weights need not be there unless they are packed.
 
-    ValueError: no config.json, or an architecture that is not planned for.
+    ValueError: no config.json, or an architecture or a format that is not planned for.
     """
+    if config.format not in (*BLOCKS, "bf16"):
+        raise ValueError(f"model.format is {config.format}: plans know {', '.join(BLOCKS)} and bf16")
     folder = EMBEDDED if config.path == "embedded" else Path(config.path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path: {folder} has no config.json: a plan needs that file at least")
@@ -193,4 +195,4 @@ def _is_packed(linears: tuple[Linear, ...], config: ModelConfig, checkpoint: Che
     if checkpoint is not None:
         return all(checkpoint.is_packed(linear.name) for linear in linears)
     kept = any(fnmatchcase(linear.name, pattern) for linear in linears for pattern in config.keep)
-    return config.format != "bf16" and not kept and linears[0].columns % BLOCKS[config.format] == 0
+    return config.format in BLOCKS and not kept and linears[0].columns % BLOCKS[config.format] == 0
