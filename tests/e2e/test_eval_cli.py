@@ -124,7 +124,7 @@ def test_settings_that_differ_are_named(measured, tmp_path):
         (["embedded", "--task", "gsm8k"], "task.path is not set"),
         (["embedded", "--temperature", "0"], "leave it out and use --greedy"),
         (["embedded", "noise.enabled=true"], "noise.enabled=true: an evaluation reads model., task."),
-        (["embedded", "--format", "int3"], "^--format int3: choose nvfp4 or bf16$"),
+        (["embedded", "--format", "int3"], "^--format int3: choose one of nvfp4, mxfp4, nf4, int4, bf16$"),
         (["nowhere", "--limit", "1"], "nowhere is not the folder"),
         (["embedded", "--adapter", "nowhere", "--limit", "1"], "no adapter in nowhere"),
     ],
