@@ -141,6 +141,51 @@ def export(
     print_export(result)
 
 
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help='Packed folder, or a bf16 one (or "embedded") to quantise in memory.')],
+    against: Annotated[
+        Path | None, typer.Option(help="The bf16 folder that a packed one was made of.", show_default=False)
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file to compare next-token distributions on.", show_default=False)
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(FORMATS)}; default: the folder's own, else nvfp4.", show_default=False),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Of a bf16 folder: sweep or amax.")] = "sweep",
+    keep: Annotated[list[str] | None, typer.Option(help="Of a bf16 folder: glob of layers that stay in bf16.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a window of the text.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows of the text.")] = 16,
+    worst: Annotated[int, typer.Option(min=0, help="Layers to list.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all numbers.", show_default=False)] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="PNG to draw.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Say how far a 4-bit model is from its bf16 weights: SQNR by layer and, on text, KL, agreement and entropy."""
+    for file in (json_file, plot_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{file}: there is no folder {file.parent}")
+    from qerl.evaluate.show import show_progress
+    from qerl.inspection.text import compare_text
+    from qerl.inspection.weights import compare_weights, open_pair, stored_format
+    from qerl.report.inspection import plot_inspection, print_inspection, write_json
+
+    format = format or stored_format(model) or "nvfp4"
+    _check_format(format)
+    settings = {"path": model, "format": format, "scale": scale, "keep": keep or [], "device": device}
+    pair = open_pair(ModelConfig.model_validate(settings), against)
+    with show_progress("products") as progress:
+        weights = compare_weights(*pair, progress)
+    on_text = compare_text(*pair, text, length=length, max_windows=windows) if text is not None else None
+    print_inspection(weights, on_text, worst=worst)
+    if json_file is not None:
+        write_json(json_file, weights, on_text)
+    if plot_file is not None:
+        plot_inspection(plot_file, weights, on_text)
+
+
 def _show_tensors(done: int, total: int) -> None:
     """Progress of a command that goes through a folder's tensors."""
     if sys.stderr.isatty() or done == total:

@@ -69,6 +69,7 @@ TINY = {
     "plan": ["rollout.max_completion_length=8"],
     "eval": ["--limit", "2", "--samples", "2", "--max-new-tokens", "8"],
     "generate": ["--max-new-tokens", "8"],
+    "inspect": ["--windows", "2", "--length", "16", "--device", "cpu"],
 }
 
 SUMS = [(f"{a}+{b}=?", a + b) for a in (12, 15, 31) for b in range(4, 12)]
@@ -130,6 +131,7 @@ def clone(tmp_path, monkeypatch, adapter) -> Path:
         (tmp_path / name / "run.json").write_text(json.dumps(run))
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "run.toml").write_text(blocks("your-data.md", "toml")[0])
+    (tmp_path / "text.txt").write_text("".join(f"{p} {n}\n" for p, n in SUMS))
     (tmp_path / "my_rewards.py").write_text("".join(blocks("your-reward.md", "python")))
     return tmp_path
 

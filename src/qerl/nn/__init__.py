@@ -3,6 +3,7 @@
 | module | what it is |
 |---|---|
 | `load.py` | a folder becomes a frozen model: tensor by tensor, quantised while it loads; `open_base` before that |
+| `stream.py` | the same for a forward pass, one layer in memory at a time |
 | `linear.py` | PackedLinear: y = W x with W in NVFP4, and its gradient, without a dense W kept |
 | `rmsnorm.py` | RMSNorm: (w + Z) * x / rms(x); Z is the exploration noise |
 | `lora.py` | PEFT adapters on both kinds of linear, and the factors that the engine copies |

@@ -100,18 +100,24 @@ class Base:
         return _read(self.source, f"{name}.weight", _linear(self.model, name).weight, self.device, cast=False)
 
 
+def model_folder(path: str) -> Path:
+    """The folder that `path` names. ValueError: it is no transformers model's."""
+    folder = EMBEDDED if path == "embedded" else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
+            "download one first, or use path = 'embedded'"
+        )
+    return folder
+
+
 def open_base(config: ModelConfig) -> Base:
     """Match a folder's tensors with its architecture; nothing but the files' headers is read.
 
     ValueError, naming the place and the fix: no such folder or a damaged one, an architecture that cannot train here,
     tensors missing by name, a stored format that contradicts `config.format`, `keep` patterns that match nothing.
     """
-    folder = EMBEDDED if config.path == "embedded" else Path(config.path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
-            "download one first, or use path = 'embedded'"
-        )
+    folder = model_folder(config.path)
     checkpoint = Checkpoint(folder)
     stored = checkpoint.quantization
     if stored is not None and stored.format != config.format:
@@ -135,16 +141,16 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it."""
     base = open_base(config)
     model = base.model
-    _load_all_but_groups(base)
+    load_all_but_groups(base)
     for group in base.groups:
-        _load_group(base, group)
+        load_group(base, group)
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     model.eval().requires_grad_(False)
     if (base.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(base.folder)
     _check_head(model)
-    return model, _tokenizer(base.folder, config.trust_remote_code)
+    return model, load_tokenizer(base.folder, config.trust_remote_code)
 
 
 def base_format(config: ModelConfig) -> NVFP4 | MXFP4 | NF4 | INT4 | BF16:
@@ -377,7 +383,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _load_all_but_groups(base: Base) -> None:
+def load_all_but_groups(base: Base) -> None:
     """Everything but the weights of groups: embedding, head, norms, biases, persistent buffers."""
     model = base.model
     later = {f"{name}.weight" for group in base.groups for name in group.names} | set(model.all_tied_weights_keys)
@@ -390,7 +396,7 @@ def _load_all_but_groups(base: Base) -> None:
             )
 
 
-def _load_group(base: Base, group: Group) -> None:
+def load_group(base: Base, group: Group) -> None:
     """Fill a group's weights from one storage. Its biases are there already."""
     linears = [_linear(base.model, name) for name in group.names]
     if group.packed:
@@ -459,7 +465,8 @@ def _check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. ValueError: it has none that transformers can read."""
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):  # transformers would make an empty one
         raise ValueError(f"{folder} has no tokenizer: {', '.join(_TOKENIZER_FILES)} are all missing")
     try:

@@ -7,6 +7,7 @@
 | `html.py`, `page.html` | `qerl report`: one self-contained page, with plotly.js in it |
 | `plot.py` | `qerl plot`: the most important panels as one PNG |
 | `weights.py` | `qerl export`: what rounding did to the weights, as a table |
+| `inspection.py` | `qerl inspect`: its tables, JSON and plot |
 
 Everything comes from the files that `rl/log.py` describes; nothing here needs a model or a GPU.
 """

@@ -50,13 +50,7 @@ def _draw(axis: Axes, panel: Panel, run: Run) -> None:
             ends = [run.series(end, panel.scale)[1] for end in (curve.low, curve.high)]
             low, high = ([math.nan if value is None else value for value in end] for end in ends)
             axis.vlines(steps, low, high, color=color, linewidth=1.2)
-    axis.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK)
-    if panel.unit:
-        axis.set_ylabel(panel.unit, fontsize=9, color=SOFT)
-    axis.grid(which="both", color=LINE, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(which="both", labelsize=9, labelcolor=SOFT, length=0)
-    axis.spines[:].set_visible(False)
+    dress(axis, panel.title, panel.unit)
     axis.set_xlim(-0.02 * max(run.step, 1), 1.02 * max(run.step, 1))
     axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     if panel.percent:
@@ -68,3 +62,14 @@ def _draw(axis: Axes, panel: Panel, run: Run) -> None:
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=SOFT, fontsize=9)
     if len(curves) > 1:
         axis.legend(fontsize=9, frameon=False, labelcolor=SOFT)
+
+
+def dress(axis: Axes, title: str, unit: str) -> None:
+    """Title, unit, grid and ticks of a panel, in the page's style."""
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    if unit:
+        axis.set_ylabel(unit, fontsize=9, color=SOFT)
+    axis.grid(which="both", color=LINE, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(which="both", labelsize=9, labelcolor=SOFT, length=0)
+    axis.spines[:].set_visible(False)
