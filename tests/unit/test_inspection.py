@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -191,12 +192,13 @@ def test_windows(text, tmp_path):
     assert read_windows(text, tokenizer, 40, 2) == whole[:2]
     assert read_windows(text, tokenizer, 400, 9) == [ids]
 
-    def with_bos(words, add_special_tokens=True):
-        found = tokenizer(words, add_special_tokens=False)["input_ids"]
-        return {"input_ids": [1, *found] if add_special_tokens else found}
-
-    with_bos.bos_token_id = 1
-    assert read_windows(text, with_bos, 40, 2) == [[1, *ids[:39]], [1, *ids[39:78]]]
+    words = Tokenizer(models.WordLevel({"<bos>": 0, "<unk>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    with_bos = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>")
+    letters = tmp_path / "letters.txt"
+    letters.write_text("a b b a a b b b a")
+    assert read_windows(letters, with_bos, 4, 2) == [[0, 2, 3, 3], [0, 2, 2, 3]]
     short = tmp_path / "short.txt"
     short.write_text("5")
     with pytest.raises(ValueError, match="has 1 tokens: give a longer one"):

@@ -171,7 +171,7 @@ class BF16(Format):
     @property
     def bits(self) -> float:
         """See `Format`."""
-        return 16
+        return 16.0
 
     def fits(self, n: int, k: int) -> bool:
         """See `Format`."""
@@ -225,7 +225,7 @@ class Distortion(NamedTuple):
         return Distortion(self.signal + other[0], self.noise + other[1])
 
 
-def distortion(weight: Float[Tensor, "n k"], approximation: Float[Tensor, "n k"]) -> Distortion:
+def distortion(weight: Float[Tensor, "*shape"], approximation: Float[Tensor, "*shape"]) -> Distortion:
     """sum w^2 and sum (a - w)^2."""
     error = approximation.float() - weight.float()
     return Distortion(inner(weight, weight), inner(error, error))

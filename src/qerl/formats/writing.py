@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
@@ -45,6 +45,7 @@ _NOT_COPIED = (*_WEIGHT_FILES, "config.json", MODELOPT_CONFIG)
 _INDEX = "model.safetensors.index.json"
 
 
+@runtime_checkable  # for the run-time type checks of the tests
 class DenseSource(Protocol):
     """A model in bf16, fp16 or fp32 whose tensors are asked for by name: an unpacked `Checkpoint`, or like one."""
 
