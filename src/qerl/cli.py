@@ -34,7 +34,10 @@ FormatOption = Annotated[str, typer.Option(help=f"Storage of the base: {', '.joi
 EVAL_SETTINGS = (
     "model.",
     "task.",
-    *(f"rollout.{k}" for k in ("engine", "cuda_graphs", "kv_cache_tokens", "top_k", "min_p")),
+    *(
+        f"rollout.{k}"
+        for k in ("engine", "cuda_graphs", "kv_cache_tokens", "kv_cache_memory", "prefill_tokens", "top_k", "min_p")
+    ),
 )
 
 

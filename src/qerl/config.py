@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
 
 NoisePer = Literal["rollout", "prompt", "completion"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -36,6 +37,9 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 # What every reward function may be called with, beside the data's columns.
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class ConfigError(ValueError):
@@ -233,7 +237,30 @@ class RolloutConfig(Section):
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; off, each of a step's kernels is launched anew (slower, the same tokens)."""
     kv_cache_tokens: int | None = Field(default=None, ge=64)
-    """Tokens that the KV cache holds; default: what max_batch_size sequences of full length need."""
+    """Most tokens that the KV cache holds; what max_batch_size sequences of full length need is never exceeded."""
+    kv_cache_memory: str | None = None
+    """Most memory that the KV cache takes: "24GiB", or a share of all that the GPU has (on a CPU: the machine), "40%".
+    With less than all sequences need, fewer run at a time, and the youngest may be interrupted and go on later."""
+    prefill_tokens: int = Field(default=8192, ge=16)
+    """Most prompt tokens that run before the next decode steps, long prompts in pieces: bounds their activations."""
+
+    @field_validator("kv_cache_memory")
+    @classmethod
+    def _is_an_amount(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_memory(value, 0)
+        return value
+
+
+def parse_memory(text: str, total_bytes: int) -> int:
+    """Bytes of "24GiB" or of "40%" of a total. ValueError for anything else."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?(%|{'|'.join(_BYTES)})", text)
+    amount, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if amount == 0 or (unit == "%" and amount > 100):
+        raise ValueError(
+            f'rollout.kv_cache_memory = "{text}": give an amount, such as "24GiB", or a share, such as "40%"'
+        )
+    return int(amount / 100 * total_bytes if unit == "%" else amount * _BYTES[unit])
 
 
 class LossConfig(Section):

@@ -83,7 +83,57 @@ def test_a_captured_product_sees_the_adapters_of_the_next_sync() -> None:
     assert torch.equal(after, torch.cat([*fused(x)], dim=1)) and not torch.equal(after, before)
 
 
-def test_too_large_a_cache_names_the_setting() -> None:
-    engine = build_engine(policy("qwen2", device="cuda"), eos_ids=(), config=RolloutConfig(kv_cache_tokens=10**12))
-    with pytest.raises(ValueError, match=r"lower rollout\.kv_cache_tokens"):
-        engine.generate(requests(5), SamplingParams())
+@pytest.mark.parametrize("per", ["rollout", "completion"])
+def test_graphs_serve_the_next_sync_and_none_outlives_its_pool(per: str) -> None:
+    model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
+    asked = requests(5, 33, 17, samples=7, max_new_tokens=60)
+    graphs, eager = (
+        build_engine(model, eos_ids=range(2), config=RolloutConfig(max_batch_size=20, cuda_graphs=on))
+        for on in (True, False)
+    )
+    for step in range(4):
+        scatter_adapters(model, size=0.1 + 0.1 * step)
+        for engine in (graphs, eager):
+            engine.sync(NoiseDraw(seed=1, step=step, sigma=1e-2, per=per))
+        assert graphs.generate(asked, SamplingParams()) == eager.generate(asked, SamplingParams())
+        if step == 1:
+            graphs.sleep()
+            other = torch.full((1 << 28,), torch.nan, device="cuda")  # takes the addresses over
+            graphs.wake()
+            del other
+
+
+def test_a_small_pool_gives_the_tokens_of_a_large_one() -> None:
+    """In fp32, where rounding does not decide between tokens."""
+    model = policy("qwen2", device="cuda")
+    asked = requests(5, 40, 130, samples=4, max_new_tokens=150)
+    large, small = (
+        build_engine(model, eos_ids=(), config=RolloutConfig(**config)).generate(asked, SamplingParams())
+        for config in ({}, {"kv_cache_tokens": 640, "prefill_tokens": 48})
+    )
+    for group, other in zip(small, large, strict=True):
+        assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+def test_chunks_in_bf16_attend_as_whole_prompts_do() -> None:
+    model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
+    asked = requests(200, 77, samples=8, max_new_tokens=1)
+    whole, chunks = (
+        build_engine(model, eos_ids=(), config=RolloutConfig(prefill_tokens=n)).generate(asked, SamplingParams())
+        for n in (8192, 48)
+    )
+    entropies = [torch.tensor([c.entropies[0] for group in results for c in group]) for results in (whole, chunks)]
+    torch.testing.assert_close(*entropies, atol=2e-2, rtol=0)
+
+
+def test_sleep_gives_the_memory_back() -> None:
+    engine = build_engine(policy("qwen2", device="cuda"), eos_ids=(), config=RolloutConfig(max_batch_size=256))
+    asked = requests(100, samples=256, max_new_tokens=40)
+    engine.generate(asked, SamplingParams())
+    engine.sleep()
+    asleep = torch.cuda.memory_allocated()
+    engine.wake()
+    pool = torch.cuda.memory_allocated() - asleep
+    assert pool >= 256 * (9 + 1) * 16 * 2 * 2 * 2 * 16 * 4  # pages of 16 tokens, 2 layers, k and v, 2 heads of 16, fp32
+    engine.sleep()
+    assert torch.cuda.memory_allocated() == asleep

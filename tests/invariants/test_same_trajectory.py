@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from qerl.config import load_config
 from qerl.display import Display
+from qerl.rl import trainer
 from qerl.rl.trainer import Trainer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -44,7 +45,7 @@ def expected(tmp_path_factory) -> dict[str, torch.Tensor]:
         ["optimizer.gradient_checkpointing=true"],
         ["optimizer.logprob_chunk=7"],
         ["rollout.max_batch_size=3"],
-        ["rollout.kv_cache_tokens=256"],
+        ["rollout.kv_cache_tokens=176", "task.max_prompt_length=64", "rollout.prefill_tokens=16"],
     ],
     ids=lambda settings: settings[0],
 )
@@ -60,3 +61,22 @@ def test_nothing_but_memory_changes(settings, expected, tmp_path):
 def test_what_matters_does_change_it(settings, expected, tmp_path):
     got = trained(tmp_path / "run", *settings)
     assert any(not torch.allclose(got[name], tensor, atol=1e-5) for name, tensor in expected.items())
+
+
+def test_the_update_has_the_memory_of_keys_and_values(tmp_path, monkeypatch):
+    awake = {"rollout": [], "update": []}
+    update, collect = Trainer._update, trainer.collect_groups
+
+    def updating(self, *of):
+        awake["update"].append(self.engine._cache is not None)
+        return update(self, *of)
+
+    def collecting(step, stream, engine, *of):
+        awake["rollout"].append(engine._cache is not None)
+        return collect(step, stream, engine, *of)
+
+    monkeypatch.setattr(Trainer, "_update", updating)
+    monkeypatch.setattr(trainer, "collect_groups", collecting)
+    trained(tmp_path / "run")
+    # The first rollout is where the engine learns how much it needs; the second one takes it beforehand.
+    assert awake == {"rollout": [False, True], "update": [False, False]}

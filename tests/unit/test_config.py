@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from qerl.config import LORA_TARGETS, ConfigError, RunConfig, Section, load_config, validate
+from qerl.config import LORA_TARGETS, ConfigError, RunConfig, Section, load_config, parse_memory, validate
 
 
 def sections() -> dict[str, type[Section]]:
@@ -52,6 +52,7 @@ def test_values_come_from_the_file_and_overrides_win(tmp_path):
         ("noise.enabled=false", "noise", "enabled", False),
         ("noise.enabled=True", "noise", "enabled", True),
         ("rollout.kv_cache_tokens=128", "rollout", "kv_cache_tokens", 128),
+        ("rollout.kv_cache_memory=40%", "rollout", "kv_cache_memory", "40%"),
         ("rewards.weights=[1, -0.5]", "rewards", "weights", [1.0, -0.5]),
     ],
 )
@@ -171,6 +172,7 @@ OUT_OF_BOUNDS = [
     ("rollout.min_p", 1.1),
     ("rollout.max_batch_size", 0),
     ("rollout.kv_cache_tokens", 63),
+    ("rollout.prefill_tokens", 15),
     ("loss.epsilon", 0.0),
     ("loss.epsilon", 1.0),
     ("loss.epsilon_high", 0.0),
@@ -206,6 +208,17 @@ OUT_OF_BOUNDS = [
     ("eval.top_p", 0.0),
     ("eval.top_p", 1.1),
 ]
+
+
+@pytest.mark.parametrize("value", ["0GiB", "64", "110%", "-1GiB", "4 tokens", "much"])
+def test_an_amount_of_memory_has_a_unit(value):
+    with pytest.raises(ConfigError, match=rf'^rollout.kv_cache_memory = "{value}": give an amount, such as "24GiB"'):
+        validate({"rollout": {"kv_cache_memory": value}})
+
+
+def test_amounts_of_memory_in_bytes():
+    amounts = {"24GiB": 24 << 30, "1.5 GB": 1_500_000_000, "10KiB": 10_240, "40%": 400, "100%": 1000}
+    assert {text: parse_memory(text, total_bytes=1000) for text in amounts} == amounts
 
 
 def nested(place: str, value) -> dict:

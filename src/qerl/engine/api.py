@@ -1,7 +1,8 @@
-"""What an engine is: two calls, the same for every implementation.
+"""What an engine is: four calls, the same for every implementation.
 
     sync(draw)                     the policy as the trainer holds it now, with this noise
     generate(requests, sampling)   completions of prompts, all as token ids
+    sleep(), wake()                memory of keys and values: given back for training, taken again
 
 `PagedEngine` (engine.py) and `TransformersEngine` (hf.py) implement it; rl/ and evaluate.py call it.
 """
@@ -54,6 +55,14 @@ class Engine(Protocol):
 
         RuntimeError if adapters with a non-zero B, or noise with a positive sigma, leave the logits as they are.
         """
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that only sampling needs, until `wake` or the next `generate`."""
+        ...
+
+    def wake(self) -> None:
+        """Take that memory again, where it is known how much; ValueError if it is not there. `generate` does it too."""
         ...
 
 

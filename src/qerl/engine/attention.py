@@ -1,20 +1,27 @@
-"""Causal attention over paged keys and values: of whole prompts, and of one new token a sequence.
+"""Causal attention over paged keys and values: of prompts, whole or in chunks, and of one new token a sequence.
 
     y = softmax(q K^T * scale) V       K, V: of the token's own sequence, up to itself
 
-Both classes are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k,
-after k and v were stored where `destination(layer)` says. `PromptAttention` needs no page table, since a prompt is its
-own whole context; `DecodeAttention` goes over pages (kernels/attention). Leaves out sliding windows (engine/model.py
-refuses contexts that would need one) and prompts that are continued from pages.
+All are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k, after k and v
+of all tokens were stored where `destination(layer)` says.
+
+    PromptAttention   whole prompts, whose keys and values nobody keeps: the probe's
+    ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
+    DecodeAttention   goes over pages (kernels/attention)
+
+Leaves out sliding windows (engine/model.py refuses contexts that would need one).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.kernels.attention import decode_attention
@@ -44,24 +51,60 @@ class Attention(Protocol):
 class PromptAttention:
     """Several prompts in one row of tokens, as `Packing` says; each sees itself only."""
 
-    def __init__(
-        self, lengths: list[int], device: torch.device, write_to: tuple[KVCache, Int64[Tensor, " t"]] | None = None
-    ) -> None:
-        """write_to: a cache, and the row in it of each token; None: keys and values are not kept."""
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self._packing = Packing(ends.to(device), tuple(lengths))
-        self._write_to = write_to
 
-    def destination(self, layer: int) -> Destination | None:
+    def destination(self, layer: int) -> None:
         """See `Attention`."""
-        if self._write_to is None:
-            return None
-        cache, rows = self._write_to
-        return Destination(cache.pool[layer], rows)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
         return attend_packed(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._packing).flatten(1)
+
+
+class ChunkAttention:
+    """Several chunks in one row of tokens, each at the end of what its sequence's pages hold.
+
+    A chunk may read pages that another one of the row fills, since all are stored before any attends.
+    """
+
+    def __init__(
+        self, cache: KVCache, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> None:
+        """Of each chunk: tokens before it, its own, and its sequence's pages. Those that nothing precedes come last."""
+        device = cache.pool.device
+        self._cache = cache
+        rows = [
+            (torch.tensor(of_chunk)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: start + length]
+            for of_chunk, start, length in zip(pages, starts, lengths, strict=True)
+        ]
+        self._rows = torch.cat([r[start:] for r, start in zip(rows, starts, strict=True)]).to(device)
+        num_continued = sum(start > 0 for start in starts)
+        assert all(starts[:num_continued]), "chunks that continue a sequence come first"
+        self._contexts = [r.to(device) for r in rows[:num_continued]]
+        self._lengths = list(lengths[:num_continued])
+        self._whole = PromptAttention(lengths[num_continued:], device) if num_continued < len(starts) else None
+
+    def destination(self, layer: int) -> Destination:
+        """See `Attention`."""
+        return Destination(self._cache.pool[layer], self._rows)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attention`."""
+        outputs = []
+        pages = self._cache.pool[layer].flatten(1, 2)  # [2, rows, kv_heads, d]
+        num_continued = sum(self._lengths)
+        for queries, context in zip(q[:num_continued].split(self._lengths), self._contexts, strict=True):
+            keys, values = (x[context].transpose(0, 1)[None] for x in pages)
+            mask = causal_lower_right(len(queries), len(context))
+            y = F.scaled_dot_product_attention(
+                queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
+            )
+            outputs.append(y[0].transpose(0, 1).flatten(1))
+        if self._whole is not None:
+            outputs.append(self._whole(layer, q[num_continued:], k[num_continued:], v[num_continued:]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class DecodeAttention:

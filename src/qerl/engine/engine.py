@@ -1,16 +1,24 @@
 """The rollout engine: schedule, run, sample, collect.
 
     sync      adapters and norms: model -> buffers; probe                                   model.py, norms.py, probe.py
-    generate  requests -> groups -> [ admit -> prefill -> start -> decode -> take ]* -> completions
+    generate  requests -> groups of drafts -> [ reserve -> admit -> prefill -> start -> decode -> take ]* -> completions
                                       scheduler.py   runner.py, which uses model.py, attention.py, sampler.py, graphs.py
 
-The base weights are the trainer's own tensors. Keys and values live for one call of `generate`, so none can outlive a
-policy or noise update. `build_engine` picks this engine where it knows the architecture, else hf.py, with a warning.
+What lives how long:
+
+    decoder  as the engine: copies of adapters and norms; the base weights are the trainer's own tensors
+    cache    from `wake` to `sleep`, or until a call needs a larger one: the memory of keys and values
+    runner   as the cache, and while sampling parameters, kind of noise and adapters' ranks stay: slots, captured graphs
+    pages    one call of `generate`, so that nothing computed under another policy or noise is ever read
+
+`build_engine` picks this engine where it knows the architecture, else hf.py, with a warning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,23 +26,30 @@ from torch import nn
 from qerl.config import RolloutConfig
 from qerl.engine.api import Engine, Progress, SyncReport, check_requests, empty_completion
 from qerl.engine.attention import PromptAttention
+from qerl.engine.budget import check_pages, num_pool_pages, total_bytes
+from qerl.engine.drafts import Draft, Group, pages_alone
 from qerl.engine.hf import TransformersEngine
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, PagePool, num_pages
 from qerl.engine.model import Decoder, sliding_window, unsupported
 from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
-from qerl.engine.scheduler import Group, Running, Scheduler
-from qerl.nn.structure import max_positions
+from qerl.engine.scheduler import Scheduler
+from qerl.nn.lora import LoraLinear, lora_factors
+from qerl.nn.structure import decoder_layers, max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
 
 
-def build_engine(model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig) -> Engine:
+def build_engine(
+    model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig, max_prompt_length: int | None = None
+) -> Engine:
     """An engine over the model's own weights, synchronised without noise.
 
     model: transformers' causal language model, with or without PEFT; eos_ids: every id that ends a completion (all of
-    generation_config's). ValueError if `rollout.engine` asks for qerl's engine and it cannot run the model.
+    generation_config's); max_prompt_length: of all prompts to come, in tokens, where it is known. ValueError if
+    `rollout.engine` asks for qerl's engine and it cannot run the model, or if the KV cache that it allows cannot
+    hold the longest sequence.
     """
     reason = unsupported(model)
     window = sliding_window(model)
@@ -44,17 +59,39 @@ def build_engine(model: nn.Module, *, eos_ids: Sequence[int], config: RolloutCon
         raise ValueError(f'rollout.engine = "qerl" cannot sample from this model: {reason}; use "auto" or "hf"')
     if config.engine == "hf" or reason is not None:
         return TransformersEngine(model, eos_ids=eos_ids, config=config, reason=reason or 'rollout.engine is "hf"')
-    return PagedEngine(model, eos_ids=eos_ids, config=config)
+    return PagedEngine(model, eos_ids=eos_ids, config=config, max_prompt_length=max_prompt_length)
+
+
+class _Sizes(NamedTuple):
+    """What cache and slots are made for. They only grow, so that graphs are seldom captured again."""
+
+    slots: int
+    pages_per_slot: int
+    max_new_tokens: int
 
 
 class PagedEngine:
     """Continuous batching over a paged cache; see the module's text."""
 
-    def __init__(self, model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig) -> None:
-        self._eos_ids, self._config = list(eos_ids), config
+    def __init__(
+        self, model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig, max_prompt_length: int | None = None
+    ) -> None:
+        self._model, self._eos_ids, self._config = model, list(eos_ids), config
         self._window, self._max_positions = sliding_window(model), max_positions(model)
         with torch.inference_mode():
-            self._decoder = Decoder(model)
+            self._decoder = decoder = Decoder(model)
+        page_numbers = decoder.num_layers * 2 * PAGE_SIZE * decoder.kv_heads * decoder.head_dim
+        self._page_bytes, self._total_bytes = page_numbers * decoder.dtype.itemsize, total_bytes(decoder.device)
+        self._sizes = _Sizes(0, 0, 0)
+        self._cache: KVCache | None = None
+        self._runner: Runner | None = None
+        self._captured: tuple[object, ...] = ()  # what the runner's graphs hold beside addresses
+        if max_prompt_length is not None:
+            new = config.max_completion_length
+            self._sizes = _Sizes(0, num_pages(max_prompt_length + new), new)
+            # A prompt that ends with a page needs no second copy of it, so one token less can take a page more.
+            needed = max(pages_alone(prompt, new) for prompt in (max_prompt_length, max(1, max_prompt_length - 1)))
+            self._check_memory(f"a prompt of up to {max_prompt_length} tokens and up to {new} new ones", needed)
         self.sync(None)
 
     @torch.inference_mode()
@@ -62,6 +99,7 @@ class PagedEngine:
         """See `Engine.sync`."""
         decoder = self._decoder
         largest_b, num_noised = decoder.sync(draw)
+        self._adapters = _adapter_sizes(self._model)
         tokens = probe_tokens(decoder.vocab_size, decoder.device)
         positions = torch.arange(len(tokens), device=decoder.device)
 
@@ -74,6 +112,18 @@ class PagedEngine:
 
         return probe(logits, draw, largest_b, num_noised, len(decoder.norms.clean))
 
+    def sleep(self) -> None:
+        """See `Engine.sleep`. The graphs go with the memory that they read, and are captured anew as steps come."""
+        self._cache = self._runner = None
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """See `Engine.wake`. The number of slots is known from the first call of `generate` on."""
+        if self._cache is None and self._sizes.slots:
+            self._cache = self._new_cache()
+
     @torch.inference_mode()
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
@@ -83,72 +133,82 @@ class PagedEngine:
         results = [[empty_completion() for _ in request.seeds] for request in requests]
         groups = [Group(i, request) for i, request in enumerate(requests) if request.seeds and request.max_new_tokens]
         total = sum(len(request.seeds) for request in requests)
-        num_done = total - sum(len(group.request.seeds) for group in groups)
+        num_done = total - sum(group.num_left for group in groups)
         if not groups:
             return results
-        num_slots = min(total - num_done, self._config.max_batch_size)
-        pages = self._num_pages(groups, num_slots)
-        self._check_fit(groups, pages)
-        cache = self._new_cache(pages + 1)  # and a spare page, see runner.py
-        pool = PagePool(pages)
-        scheduler = Scheduler(groups, pool, num_slots)
-        runner = Runner(
-            self._decoder,
-            cache,
-            sampling,
-            self._eos_ids,
-            num_slots=num_slots,
-            pages_per_slot=max(group.sequence_pages for group in groups),
-            max_new_tokens=max(group.request.max_new_tokens for group in groups),
-            spare_page=pool.size,
-            graphs=self._config.cuda_graphs,
+        self._check_fit(groups)
+        cache, runner = self._prepared(groups, sampling)
+        pool = PagePool(cache.num_pages - 1)  # the last page is the runner's spare one
+        scheduler = Scheduler(
+            groups,
+            pool,
+            num_slots=self._sizes.slots,
+            prefill_tokens=self._config.prefill_tokens,
+            steps_per_look=runner.steps_per_look,
         )
         while not scheduler.is_done:
-            for running, completion in self._step(scheduler, runner):
-                results[running.group.index][running.sample] = completion
+            for draft, completion in step(scheduler, runner):
+                results[draft.group.index][draft.sample] = completion
                 num_done += 1
             if progress is not None:
                 progress(num_done, total)
         pool.assert_all_free()
         return results
 
-    def _step(self, scheduler: Scheduler, runner: Runner) -> list[tuple[Running, Completion]]:
-        """Start what fits, decode, and return what has ended."""
-        admission = scheduler.admit()
-        runner.prefill(admission.prompts)
-        runner.start(admission.started, len(scheduler.running) - len(admission.started))
-        ended = runner.decode(len(scheduler.running))
-        completed = [
-            (scheduler.running[slot], completion) for slot, completion in zip(ended, runner.take(ended), strict=True)
-        ]
-        if ended:
-            runner.move(scheduler.finish(ended), len(scheduler.running))
-        return completed
+    def _check_memory(self, what: str, needed: int) -> None:
+        check_pages(self._config, self._page_bytes, self._total_bytes, needed, what)
 
-    def _num_pages(self, groups: Sequence[Group], num_slots: int) -> int:
-        """Pages of the cache: as `rollout.kv_cache_tokens` says, or what all slots can ever need."""
-        if self._config.kv_cache_tokens is not None:
-            return self._config.kv_cache_tokens // PAGE_SIZE
-        # Next to the slots' pages, one prompt's: of the group that has started in part.
-        return num_slots * max(g.sequence_pages for g in groups) + max(num_pages(g.prompt_length) for g in groups)
-
-    def _check_fit(self, groups: Sequence[Group], pool_size: int) -> None:
+    def _check_fit(self, groups: Sequence[Group]) -> None:
         for group in groups:
             prompt, new = group.prompt_length, group.request.max_new_tokens
             request = f"request {group.index}: a prompt of {prompt} tokens and up to {new} new ones"
-            if group.pages_alone > pool_size:
-                raise ValueError(
-                    f"{request} need {group.pages_alone * PAGE_SIZE} tokens of KV cache and there are "
-                    f"{pool_size * PAGE_SIZE}: raise rollout.kv_cache_tokens, or lower rollout.max_completion_length"
-                )
+            self._check_memory(request, pages_alone(prompt, new))
             if self._window is not None and prompt + new > self._window:
                 raise ValueError(
                     f"{request} exceed the model's sliding window of {self._window}, which this engine does not know: "
                     'set rollout.engine = "hf"'
                 )
 
-    def _new_cache(self, pages: int) -> KVCache:
-        decoder = self._decoder
+    def _prepared(self, groups: Sequence[Group], sampling: SamplingParams) -> tuple[KVCache, Runner]:
+        """A cache and a runner that are large enough, as they are or made anew."""
+        wanted = _Sizes(
+            min(sum(group.num_left for group in groups), self._config.max_batch_size),
+            max(num_pages(group.prompt_length + group.request.max_new_tokens) for group in groups),
+            max(group.request.max_new_tokens for group in groups),
+        )
+        sizes = _Sizes(*map(max, self._sizes, wanted))
+        if sizes != self._sizes:
+            self.sleep()
+            self._sizes = sizes
+        if self._cache is None:
+            self._cache = self._new_cache()
+        captured = (astuple(sampling), self._decoder.norms.per_slot, self._adapters)
+        if self._runner is None or captured != self._captured:
+            self._runner = None  # before the next one takes memory
+            self._runner = Runner(
+                self._decoder,
+                self._cache,
+                sampling,
+                self._eos_ids,
+                num_slots=sizes.slots,
+                pages_per_slot=sizes.pages_per_slot,
+                max_new_tokens=sizes.max_new_tokens,
+                graphs=self._config.cuda_graphs,
+            )
+            self._captured = captured
+        self._runner.reset()
+        return self._cache, self._runner
+
+    def _new_cache(self) -> KVCache:
+        """As many pages as all slots can need, or as are allowed; and a spare one."""
+        decoder, sizes = self._decoder, self._sizes
+        pages = 1 + num_pool_pages(
+            self._config,
+            self._page_bytes,
+            self._total_bytes,
+            slots=sizes.slots,
+            pages_per_slot=sizes.pages_per_slot,
+        )
         try:
             return KVCache(
                 layers=decoder.num_layers,
@@ -160,6 +220,35 @@ class PagedEngine:
             )
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"no memory for a KV cache of {pages * PAGE_SIZE} tokens: lower rollout.kv_cache_tokens, or "
-                "rollout.max_batch_size where that is not set"
+                f"no memory for a KV cache of {pages * PAGE_SIZE} tokens: set or lower rollout.kv_cache_memory or "
+                "rollout.max_batch_size"
             ) from error
+
+
+def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]:
+    """Make room, start what fits, decode up to the next look, and return what has ended."""
+    running = scheduler.running
+    if interrupted := scheduler.reserve():
+        drawn = runner.take(interrupted, [running[slot] for slot in interrupted])
+        runner.move(scheduler.suspend(interrupted, drawn), len(running))
+    admission = scheduler.admit()
+    runner.prefill(admission.chunks)
+    runner.start(admission.started, len(running) - len(admission.started))
+    runner.map_pages(scheduler.unmapped_pages())
+    if not running:
+        return []  # a long prompt is on its way
+    steps = scheduler.num_steps
+    ended = runner.decode(len(running), steps, scheduler.num_context_pages)
+    drafts = [running[slot] for slot in ended]
+    completions = runner.take(ended, drafts)
+    moves = scheduler.finish(ended, steps)
+    if ended:
+        runner.move(moves, len(running))
+    return list(zip(drafts, completions, strict=True))
+
+
+def _adapter_sizes(model: nn.Module) -> list[tuple[int, float] | None]:
+    """Rank and scaling of every adapter: what a captured step holds of them beside addresses (projection.py)."""
+    layers = decoder_layers(model)
+    factors = [lora_factors(m) for layer in layers for m in layer.modules() if isinstance(m, LoraLinear)]
+    return [None if f is None else (f.a.shape[0], f.scaling) for f in factors]

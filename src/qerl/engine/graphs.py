@@ -1,11 +1,12 @@
 """Decode steps as CUDA graphs: one launch for the several hundred of a step.
 
-    run(num_slots, pages) -> a step of the next bucket up: eager the first time, captured the second, then replayed
+    run(step, num_slots, pages) -> a step of the next bucket up: first eager, the second time captured, then replayed
 
 A step reads and writes tensors at fixed addresses only (runner.py), so one graph serves every step of its bucket:
 slots rounded up to a power of two, pages of context to a multiple of PAGES_STEP. The slots that a bucket has too many
-run on a spare page and leave no trace. Graphs live as long as their runner, that is for one call of `generate`, in
-which no buffer moves. Without CUDA, steps run as they are, on exactly the slots in use.
+run on a spare page and leave no trace. Graphs belong to a runner, whose buffers, cache and sampling parameters are in
+them, and go when it goes: none can outlive what it reads. Without CUDA, steps run as they are, on exactly the slots in
+use.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ Step = Callable[[int, int], None]
 
 
 class StepRunner:
-    """Runs a step of the runner's, by graph where that is possible."""
+    """Runs a runner's step, always the same one, by graph where that is possible."""
 
-    def __init__(self, step: Step, *, max_slots: int, max_pages: int, device: torch.device, graphs: bool) -> None:
-        self._step = step
+    def __init__(self, *, max_slots: int, max_pages: int, device: torch.device, graphs: bool) -> None:
         self._max_slots, self._max_pages = max_slots, max_pages
         self._bucketed = device.type == "cuda"
         self._use_graphs = graphs and self._bucketed
@@ -40,17 +40,20 @@ class StepRunner:
         slots = max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
         return min(slots, self._max_slots), min(-(-pages // PAGES_STEP) * PAGES_STEP, self._max_pages)
 
-    def run(self, num_slots: int, pages: int) -> None:
-        """One decode step over at least these slots and pages."""
+    def run(self, step: Step, num_slots: int, pages: int) -> None:
+        """One decode step over at least these slots and pages.
+
+        The step is no attribute: it belongs to the runner, and a cycle would keep graphs and cache until collected.
+        """
         bucket = self.bucket(num_slots, pages)
         if not self._use_graphs or bucket not in self._graphs:
             self._graphs[bucket] = None  # the first step of a bucket also sizes the buffers and compiles the kernels
-            self._step(*bucket)
+            step(*bucket)
             return
         graph = self._graphs[bucket]
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._step(*bucket)
+                step(*bucket)
             self._graphs[bucket] = graph
         graph.replay()

@@ -4,7 +4,8 @@
 
 Same calls, same sampler, same keys and same noise streams as engine.py. Adapters need no copy, since the model applies
 them itself; noise is noise.applied. What it lacks is speed: every completion runs its prompt, a batch waits for its
-longest completion, and `rollout.kv_cache_tokens` has no effect. So it says aloud that it is in use.
+longest completion, and the settings of memory (`rollout.kv_cache_*`, `prefill_tokens`) have no effect. So it says aloud
+that it is in use.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class TransformersEngine:
 
         largest = torch.stack(largest_b).float() if largest_b else torch.zeros(0)
         return probe(logits, draw, largest, len(sites), len(sites))
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`. Transformers' cache lives for one batch, so there is nothing to give back."""
+
+    def wake(self) -> None:
+        """See `Engine.wake`."""
 
     @torch.inference_mode()
     def generate(

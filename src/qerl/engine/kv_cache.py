@@ -3,16 +3,14 @@
     KVCache.pool  [layers, 2 (k, v), pages, page_size, kv_heads, head_dim]
     a sequence    page ids [p0, p1, ...]; its token t lives in page p[t // page_size], row t % page_size
 
-A group's prompt is run once. Its full pages are shared by all completions (one reference each); its last, partly filled
-page is copied for every completion but the last to start, which takes the original:
+A group's prompt is run once. Its full pages are shared by all completions (one reference each, and one of the group's);
+its last, partly filled page is copied for every completion:
 
     prompt of 10 tokens, page_size 4      completion 0 reads [A B d ..]      d, e: copies of C
     pages A B C                           completion 1 reads [A B e ..]
-                                          completion 2 reads [A B C ..]
 
-`PagePool` is the book-keeping (plain integers), `KVCache` the tensor. The scheduler takes for each completion, when it
-starts, all pages that it can ever need, so nothing runs out midway. Leaves out: taking pages back from a running
-completion, and pages that outlive a call of `generate` (a policy or noise update would make them stale).
+`PagePool` is the book-keeping of one call of `generate` (plain integers), so no page outlives a policy or noise update.
+`KVCache` is the tensor, which lives from `wake` to `sleep`.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class PagePool:
 
 
 class KVCache:
-    """The keys and values of all pages, of all layers, in one tensor whose address never changes."""
+    """The keys and values of all pages, of all layers, in one tensor that stays where it is."""
 
     def __init__(
         self, *, layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -83,37 +81,11 @@ class KVCache:
         self.pool: Float[Tensor, "layers 2 pages page kv_heads head_dim"] = torch.zeros(
             layers, 2, pages, PAGE_SIZE, kv_heads, head_dim, dtype=dtype, device=device
         )
-        # The same memory, addressed by token: row page * PAGE_SIZE + offset.
-        self._rows = self.pool.flatten(2, 3)
-        self._copies = self.pool[0, :, :0]
 
-    def write(
-        self, layer: int, rows: Int64[Tensor, " t"], k: Float[Tensor, "t kv_heads d"], v: Float[Tensor, "t kv_heads d"]
-    ) -> None:
-        """Store the keys and values of t tokens at their rows (page * PAGE_SIZE + offset)."""
-        self._rows[layer, 0].index_copy_(0, rows, k)
-        self._rows[layer, 1].index_copy_(0, rows, v)
-
-    def read(
-        self, layer: int, page_table: Int64[Tensor, "b pages"]
-    ) -> tuple[Float[Tensor, "b t kv_heads d"], Float[Tensor, "b t kv_heads d"]]:
-        """The pages of b sequences side by side, t = pages * PAGE_SIZE, until the next call overwrites them.
-
-        Rows past a sequence's end are finite junk.
-        """
-        pages = page_table.flatten()
-        self.reserve_copies(len(pages))
-        copies = self._copies[:, : len(pages)]
-        for source, copy in zip(self.pool[layer], copies, strict=True):
-            torch.index_select(source, 0, pages, out=copy)
-        k, v = copies.unflatten(1, page_table.shape).flatten(2, 3)
-        return k, v
-
-    def reserve_copies(self, pages: int) -> None:
-        """Make room for what `read` returns. One buffer for all layers and steps: fresh memory would cost as much as
-        the copy in page faults, and a CUDA graph needs its address to stay."""
-        if self._copies.shape[1] < pages:
-            self._copies = self.pool.new_empty(2, pages, *self.pool.shape[3:])
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.pool.shape[2]
 
     def copy_pages(self, source: Int64[Tensor, " n"], target: Int64[Tensor, " n"]) -> None:
         """Copy n whole pages, in every layer. No page is both source and target."""

@@ -1,17 +1,20 @@
-"""The device's side of a call of `generate`: the slots' state, and the two passes that advance it.
+"""The device's side of sampling: the slots' state, and the passes that advance it.
 
-    prefill   tokens of whole prompts, packed -> their keys and values in pages, logits after their last token
-    start     completions enter the next free slots: pages copied, first token drawn from the prompt's logits
+    prefill   chunks of prompts and of drafts that come back, packed -> their keys and values in pages; logits after
+              each prompt's last token
+    start     drafts enter the next free slots: a new one copies the prompt's partly filled page and draws its first
+              token from the prompt's logits, one that comes back takes up its last token
     decode    one token for every slot in use: embed, attend over pages, sample, record    (graphs.py, without the host)
 
 A slot's state is one row of each tensor in `_Slots`; rows 0 .. n-1 are in use (scheduler.py closes holes, `move`
 repeats it here), so a step works on slices at fixed addresses and holds no decision of the host: a CUDA graph replays
-it. The other rows have finished, at position 0 of the spare page, so that a step may run over them. A completion that
-has ended (EOS or length) stays as it is, whatever steps follow, until the host looks: its counters stand still and what
-is drawn for it lands in a spare column. The host looks after every step on a CPU, after several on a GPU, and then
-learns in one transfer who has ended.
+it. The other rows have finished, at position 0 of the spare page, so that a step may run over them. A draft that has
+ended (EOS or length) stays as it is, whatever steps follow, until the host looks: its counters stand still and what is
+drawn for it lands in a spare column. The host looks after every step on a CPU, after several on a GPU, and then learns
+in one transfer who has ended; how far the others are it knows without asking.
 
-Called by engine.py, which does what the scheduler decided. Leaves out chunks of long prompts.
+Called by engine.py, which does what the scheduler decided. One runner serves many calls of `generate`, with one cache
+and one set of sampling parameters; nothing of a call is left to the next.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from qerl.engine.attention import DecodeAttention, PromptAttention
+from qerl.engine.api import empty_completion
+from qerl.engine.attention import ChunkAttention, DecodeAttention
+from qerl.engine.drafts import Chunk, Draft
 from qerl.engine.graphs import StepRunner
-from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
+from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
 from qerl.engine.sampler import sample, signed_key
-from qerl.engine.scheduler import Group, Running
 from qerl.kernels.sample import Sampled
 from qerl.types import Completion, SamplingParams
 
@@ -66,7 +70,7 @@ class _Slots:
 
 
 class Runner:
-    """The slots of one call of `generate`; see the module's text."""
+    """The slots; see the module's text."""
 
     def __init__(
         self,
@@ -78,20 +82,16 @@ class Runner:
         num_slots: int,
         pages_per_slot: int,
         max_new_tokens: int,
-        spare_page: int,
         graphs: bool,
     ) -> None:
-        """spare_page: a page of the cache that no sequence has; graphs: replay decode steps as CUDA graphs."""
+        """The cache's last page is the spare one, which no sequence has; graphs: replay decode steps as CUDA graphs."""
         self._decoder, self._cache, self._sampling = decoder, cache, sampling
         self._eos_ids = frozenset(eos_ids)
         self._eos = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=decoder.device)
         self._prompt_logits: dict[int, Float[Tensor, " v"]] = {}
-        self._steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
-        self._spare_page = spare_page
-        self._steps = StepRunner(
-            self._step, max_slots=num_slots, max_pages=pages_per_slot, device=decoder.device, graphs=graphs
-        )
-        cache.reserve_copies(num_slots * pages_per_slot)
+        self.steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
+        self._spare_page = cache.num_pages - 1
+        self._steps = StepRunner(max_slots=num_slots, max_pages=pages_per_slot, device=decoder.device, graphs=graphs)
         sites, size = decoder.norms.clean.shape
 
         def rows(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -110,75 +110,109 @@ class Runner:
             drawn_entropies=rows(max_new_tokens + 1, dtype=torch.float32),
             gains=rows(sites if decoder.norms.per_slot else 0, size, dtype=torch.float32),
         )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, whatever a call that was broken off has left."""
+        self._prompt_logits.clear()
         self._vacate(0)
 
-    def prefill(self, groups: Sequence[Group]) -> None:
-        """Run prompts, once each, into their pages; keep the logits after each prompt until its group has started."""
-        if not groups:
+    def prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Run chunks into their pages; keep logits from which first tokens are drawn until the last one is."""
+        if not chunks:
             return
         decoder, device = self._decoder, self._decoder.device
-        lengths = [group.prompt_length for group in groups]
-        tokens = torch.tensor([token for group in groups for token in group.request.prompt_ids], device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        pages = torch.cat([torch.tensor(g.pages).repeat_interleave(PAGE_SIZE)[: g.prompt_length] for g in groups])
-        rows = (pages * PAGE_SIZE + positions % PAGE_SIZE).to(device)
-        gains = Gains(decoder.norms.shared)
-        if decoder.norms.per_slot:
-            streams = [decoder.norms.stream(group.request.prompt_index) for group in groups]
-            index = torch.arange(len(groups)).repeat_interleave(torch.tensor(lengths))
-            gains = Gains(decoder.norms.gains(streams, decoder.norms.draw), index.to(device))
-        attend = PromptAttention(lengths, device, (self._cache, rows))
-        hidden = decoder.forward(tokens, positions.to(device), gains, attend)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        for group, logits in zip(groups, decoder.logits(hidden[last.to(device)]), strict=True):
-            self._prompt_logits[group.index] = logits
+        chunks = sorted(chunks, key=lambda chunk: chunk.start == 0)  # as ChunkAttention wants them
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device)
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)
+        attend = ChunkAttention(
+            self._cache,
+            [chunk.start for chunk in chunks],
+            [len(chunk.tokens) for chunk in chunks],
+            [chunk.pages for chunk in chunks],
+        )
+        hidden = decoder.forward(tokens, positions, self._chunk_gains(chunks), attend)
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        wanted = torch.tensor([chunk.needs_logits for chunk in chunks])
+        if wanted.any():
+            groups = [chunk.group for chunk in chunks if chunk.needs_logits]
+            for group, logits in zip(groups, decoder.logits(hidden[ends[wanted].to(device)]), strict=True):
+                self._prompt_logits[group.index] = logits
 
-    def start(self, started: Sequence[Running], first_slot: int) -> None:
-        """Bring completions into slots `first_slot` and following, and draw the first token of each."""
+    def _chunk_gains(self, chunks: Sequence[Chunk]) -> Gains:
+        """Norm vectors of chunks' tokens: the prompt's up to its end, then the completion's."""
+        norms = self._decoder.norms
+        if not norms.per_slot:
+            return Gains(norms.shared)
+        rows: dict[int, int] = {}
+        index: list[int] = []
+        for chunk in chunks:
+            prompt = chunk.group.request.prompt_index
+            in_prompt = min(len(chunk.tokens), max(0, chunk.group.prompt_length - chunk.start))
+            for whose, length in ((None, in_prompt), (chunk.sample, len(chunk.tokens) - in_prompt)):
+                if length:
+                    index += [rows.setdefault(norms.stream(prompt, whose), len(rows))] * length
+        return Gains(norms.gains(list(rows), norms.draw), torch.tensor(index, device=self._decoder.device))
+
+    def start(self, started: Sequence[Draft], first_slot: int) -> None:
+        """Bring drafts into slots `first_slot` and following, those that come back before those that are new."""
         if not started:
             return
-        device, norms = self._decoder.device, self._decoder.norms
-        copies = [running.copied_page for running in started if running.copied_page is not None]
-        if copies:
-            source, target = torch.tensor(copies, device=device).T
-            self._cache.copy_pages(source, target)
-        slots = self._slots.range(first_slot, first_slot + len(started))
-        width = slots.page_table.shape[1]
+        norms, slots = self._decoder.norms, self._slots.range(first_slot, first_slot + len(started))
+        returning = [draft for draft in started if draft.drawn is not None]
+        new = started[len(returning) :]
+        assert all(draft.drawn is None for draft in new)
         numbers = [
             (
-                r.group.prompt_length - 1,
-                r.group.request.max_new_tokens,
-                signed_key(r.seed),
-                *r.pages,
-                *[0] * (width - len(r.pages)),
+                draft.drawn.token_ids[-1] if draft.drawn else 0,
+                draft.group.prompt_length - 1 + (draft.count if draft.drawn else 0),
+                draft.count if draft.drawn else 0,
+                draft.limit,
+                signed_key(draft.seed),
             )
-            for r in started
+            for draft in started
         ]
-        state = torch.tensor(numbers, dtype=torch.int64).to(device)
-        slots.positions.copy_(state[:, 0])
-        slots.limits.copy_(state[:, 1])
-        slots.seeds.copy_(state[:, 2])
-        slots.page_table.copy_(state[:, 3:])
-        slots.counts.zero_()
+        columns = torch.tensor(numbers, dtype=torch.int64).to(self._decoder.device).unbind(1)
+        fed = (slots.tokens, slots.positions, slots.counts, slots.limits, slots.seeds)
+        for rows, column in zip(fed, columns, strict=True):
+            rows.copy_(column)
         slots.finished.zero_()
         if norms.per_slot:
-            streams = [norms.stream(r.group.request.prompt_index, r.sample) for r in started]
+            streams = [norms.stream(draft.group.request.prompt_index, draft.sample) for draft in started]
             slots.gains.copy_(norms.gains(streams, norms.draw).transpose(0, 1))
-        logits = torch.stack([self._prompt_logits[r.group.index] for r in started])
-        for running in started:
-            if running.is_last:
-                del self._prompt_logits[running.group.index]
+        if new:
+            self._draw_first(new, slots.range(len(returning), len(started)))
+
+    def _draw_first(self, new: Sequence[Draft], slots: _Slots) -> None:
+        groups = [draft.group for draft in new]
+        copies = [
+            (group.pages[-1], draft.pages[group.full_pages])
+            for draft, group in zip(new, groups, strict=True)
+            if group.prompt_length % PAGE_SIZE
+        ]
+        if copies:
+            source, target = torch.tensor(copies, device=self._decoder.device).T
+            self._cache.copy_pages(source, target)
+        logits = torch.stack([self._prompt_logits[group.index] for group in groups])
+        for group in groups:
+            if group.num_fresh == 0:
+                self._prompt_logits.pop(group.index, None)
         self._record(slots, sample(logits, slots.seeds, slots.counts, self._sampling))
 
-    def decode(self, num_slots: int) -> list[int]:
-        """Some steps of all slots in use, then a look: the slots whose completion has ended."""
-        slots = self._slots.range(0, num_slots)
-        longest, remaining = torch.stack([slots.positions.max(), (slots.limits - slots.counts).max()]).tolist()
-        steps = min(self._steps_per_look, remaining)
-        pages = min(num_pages(longest + steps), slots.page_table.shape[1])
+    def map_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Enter pages into the table: (slot, place among its sequence's pages, page)."""
+        if pages:
+            slot, place, page = torch.tensor(pages, device=self._decoder.device).T
+            self._slots.page_table[slot, place] = page
+
+    def decode(self, num_slots: int, steps: int, pages: int) -> list[int]:
+        """Some steps of all slots in use, then a look: the slots whose completion has ended.
+
+        pages: as many as the longest sequence has after the last of these steps.
+        """
         for _ in range(steps):
-            self._steps.run(num_slots, pages)
-        return slots.finished.nonzero()[:, 0].tolist()
+            self._steps.run(self._step, num_slots, pages)
+        return self._slots.finished[:num_slots].nonzero()[:, 0].tolist()
 
     def _step(self, num_slots: int, pages: int) -> None:
         decoder, slots = self._decoder, self._slots.range(0, num_slots)
@@ -199,18 +233,25 @@ class Runner:
         slots.positions += going
         slots.finished |= (slots.tokens[:, None] == self._eos).any(1) | (slots.counts == slots.limits)
 
-    def take(self, slots: Sequence[int]) -> list[Completion]:
-        """The completions of slots that `decode` reported."""
+    def take(self, slots: Sequence[int], drafts: Sequence[Draft]) -> list[Completion]:
+        """What the drafts in these slots have drawn, before they last gave their pages back and since."""
         if not slots:
             return []
         index = torch.tensor(slots, device=self._decoder.device)
         counts = self._slots.counts[index].tolist()
         drawn = (self._slots.drawn_tokens, self._slots.drawn_logprobs, self._slots.drawn_entropies)
         columns = (rows[index, : max(counts)].tolist() for rows in drawn)
-        return [
-            Completion(ids[:n], logprobs[:n], entropies[:n], "stop" if ids[n - 1] in self._eos_ids else "length")
-            for n, ids, logprobs, entropies in zip(counts, *columns, strict=True)
-        ]
+        completions = []
+        for draft, count, *since in zip(drafts, counts, *columns, strict=True):
+            before = draft.drawn or empty_completion()
+            num_before = len(before.token_ids)
+            ids, logprobs, entropies = (
+                old + new[num_before:count]
+                for old, new in zip((before.token_ids, before.logprobs, before.entropies), since, strict=True)
+            )
+            reason = "stop" if ids[-1] in self._eos_ids else "length"
+            completions.append(Completion(ids, logprobs, entropies, reason))
+        return completions
 
     def move(self, moves: Sequence[tuple[int, int]], in_use: int) -> None:
         """Copy slots' state from sources to targets, as the scheduler did; slots from `in_use` on are empty now."""

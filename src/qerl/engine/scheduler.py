@@ -1,12 +1,16 @@
-"""Which completions run now: a queue of groups, a dense range of slots, and the pages that each completion needs.
+"""Which completions run now: one queue in order of age, a dense range of slots, and pages as tokens come.
 
-    waiting  groups (a prompt and its completions), first come, first served
-    running  completions; the one in slot i is running[i], and slots 0 .. len(running) - 1 are always all in use
+    waiting  drafts, oldest first; one that gave its pages back waits at the head again
+    running  drafts; the one in slot i is running[i], and slots 0 .. len(running) - 1 are always all in use
 
-`admit` starts waiting completions while slots and pages last; a group's prompt is to be prefilled when its first
-completion starts, and stays in its pages until its last one has started. `finish` ends completions and moves the last
-ones into the holes, so that a decode step reads the slots' state as one slice (and, under a CUDA graph, at one
-address). A completion gets its worst case (prompt + max_new_tokens) of pages at once: nothing is ever preempted.
+    reserve  pages for the next decode steps; where none is free, the youngest draft gives all of its own back
+    admit    the head of the queue, while slots, pages and the step's budget of prompt tokens last
+    finish   completions end, the last ones move into the holes: a decode step reads the slots' state as one slice
+
+Every draft that waits is younger than every one that runs, so the oldest is never interrupted and each one ends. A
+prompt runs once for its group, and its pages stay while a completion of the group runs, or is the next to. A draft that
+comes back keeps its tokens: it shares the prompt's full pages again, what follows them is prefilled as one more piece
+of prompt, and the next token is drawn as it would have been, under the same seed and count.
 
 Host only: plain integers, no torch. The runner repeats the moves on the tensors. Called by engine.py once a step.
 """
@@ -15,149 +19,180 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from qerl.engine.drafts import Chunk, Draft, Group
 from qerl.engine.kv_cache import PAGE_SIZE, PagePool, num_pages
-from qerl.types import Request
+from qerl.types import Completion
 
-MAX_PREFILL_TOKENS = 8192
-"""Prompt tokens of one prefill (a longer prompt runs alone): bounds its activations; a GPU is busy well below it."""
+LOOKAHEAD = 64
+"""A draft starts only where all that run could go on for so many tokens: else a prefill would soon be thrown away."""
 
-
-@dataclass(eq=False)
-class Group:
-    """A request in the queue, with the pages of its prompt."""
-
-    index: int
-    """The request's place in the call of `generate`."""
-    request: Request
-    pages: list[int] = field(default_factory=list)
-    """Pages of the prompt, from its prefill on. The group's last completion to start becomes their owner."""
-    num_started: int = 0
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
-
-    @property
-    def sequence_pages(self) -> int:
-        """Pages of the prompt and one completion of full length."""
-        return num_pages(self.prompt_length + self.request.max_new_tokens)
-
-    @property
-    def full_prompt_pages(self) -> int:
-        """Pages that all completions share."""
-        return self.prompt_length // PAGE_SIZE
-
-    @property
-    def one_left(self) -> bool:
-        """Whether the next completion to start is the last: it takes the prompt's pages over and copies none."""
-        return self.num_started == len(self.request.seeds) - 1
-
-    @property
-    def new_pages(self) -> int:
-        """Pages that the next completion needs, next to the prompt's."""
-        return self.sequence_pages - (num_pages(self.prompt_length) if self.one_left else self.full_prompt_pages)
-
-    @property
-    def pages_alone(self) -> int:
-        """Pages that the group cannot do without, even with nothing else running."""
-        return num_pages(self.prompt_length) + self.new_pages
-
-
-@dataclass(eq=False)
-class Running:
-    """A completion in a slot."""
-
-    group: Group
-    sample: int
-    """Its place among the group's completions."""
-    pages: list[int]
-    """All its pages, in the order of its tokens."""
-    copied_page: tuple[int, int] | None
-    """(source, target): the prompt's last, partly filled page and this completion's copy of it."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no completion of the group starts after it."""
-        return self.sample == len(self.group.request.seeds) - 1
-
-    @property
-    def seed(self) -> int:
-        """The completion's key."""
-        return self.group.request.seeds[self.sample]
+Moves = list[tuple[int, int]]
+"""(source slot, target slot): targets are below the new number of slots in use and sources are not, so that all moves
+can be made at once."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What `admit` decided: first run these prompts, then start these completions."""
+    """What `admit` decided: first run these chunks, then start these drafts."""
 
-    prompts: list[Group]
-    started: list[Running]
-    """In slots len(running) - len(started) .. len(running) - 1."""
+    chunks: list[Chunk]
+    started: list[Draft]
+    """In slots len(running) - len(started) .. len(running) - 1; those that come back precede those that are new."""
 
 
 class Scheduler:
     """The queue and the slots of one call of `generate`."""
 
-    def __init__(self, groups: Iterable[Group], pool: PagePool, num_slots: int) -> None:
-        self.waiting = deque(groups)
-        self.running: list[Running] = []
-        self._pool = pool
-        self._num_slots = num_slots
+    def __init__(
+        self, groups: Iterable[Group], pool: PagePool, *, num_slots: int, prefill_tokens: int, steps_per_look: int
+    ) -> None:
+        """prefill_tokens: budget of a step; steps_per_look: most decode steps between two calls of `reserve`."""
+        assert steps_per_look < LOOKAHEAD
+        self.waiting = deque(Draft(group, sample) for group in groups for sample in range(group.num_fresh))
+        self.running: list[Draft] = []
+        self._pool, self._num_slots = pool, num_slots
+        self._prefill_tokens, self._steps_per_look = prefill_tokens, steps_per_look
 
     @property
     def is_done(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self.waiting and not self.running
 
-    def admit(self) -> Admission:
-        """Start waiting completions in free slots, in order, while pages last."""
-        prompts: list[Group] = []
-        started: list[Running] = []
-        num_tokens = 0
-        while self.waiting and len(self.running) < self._num_slots:
-            group = self.waiting[0]
-            if group.num_started == 0:
-                num_tokens += group.prompt_length
-                if self._pool.num_free < group.pages_alone or (prompts and num_tokens > MAX_PREFILL_TOKENS):
-                    break
-                group.pages = self._pool.allocate(num_pages(group.prompt_length))
-                prompts.append(group)
-            elif self._pool.num_free < group.new_pages:
-                break
-            started.append(self._start(group))
-            if group.num_started == len(group.request.seeds):
-                self.waiting.popleft()
-        assert self.running or not self.waiting, "a group waits that does not fit an empty cache"
-        return Admission(prompts, started)
+    @property
+    def num_steps(self) -> int:
+        """Decode steps up to the next look: no more than some draft can use."""
+        return min(self._steps_per_look, max(draft.limit - draft.count for draft in self.running))
 
-    def _start(self, group: Group) -> Running:
-        copied_page = None
-        new = self._pool.allocate(group.new_pages)
-        if group.one_left:
-            pages = group.pages + new
-        else:
-            shared = group.pages[: group.full_prompt_pages]
-            self._pool.share(shared)
-            pages = shared + new
-            if len(shared) < len(group.pages):
-                copied_page = (group.pages[-1], new[0])
-        running = Running(group, group.num_started, pages, copied_page)
-        group.num_started += 1
-        self.running.append(running)
-        return running
+    @property
+    def num_context_pages(self) -> int:
+        """Pages of the running draft that has most."""
+        return max(len(draft.pages) for draft in self.running)
 
-    def finish(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """End the completions in these slots, give their pages back, and close the holes.
+    def reserve(self) -> list[int]:
+        """Give every running draft the pages of its next steps; the slots whose drafts had to give theirs back.
 
-        Returns moves (source slot, target slot). Targets are below the new number of slots in use and sources are not,
-        so that all moves can be made at once.
+        Those are still in `running`, so that their tokens can be fetched, until `suspend`.
         """
+        by_age = sorted(self.running, key=lambda draft: draft.age)
+        num_ready = 0
+        while num_ready < len(by_age):
+            missing = by_age[num_ready].missing_pages(self._steps_per_look)
+            if missing <= self._pool.num_free:
+                by_age[num_ready].pages += self._pool.allocate(missing)
+                num_ready += 1
+            elif not self._take_from_head():
+                youngest = by_age.pop()
+                youngest.group.num_running -= 1
+                self._give_back(youngest)
+        return [slot for slot, draft in enumerate(self.running) if not draft.pages]
+
+    def suspend(self, slots: Sequence[int], drawn: Sequence[Completion]) -> Moves:
+        """Put the drafts that `reserve` interrupted back into the queue, with their tokens."""
+        drafts = [self.running[slot] for slot in slots]
+        for draft, tokens in zip(drafts, drawn, strict=True):
+            assert len(tokens.token_ids) == draft.count, "host and device disagree on how many tokens a draft has"
+            draft.drawn = tokens
+        self.waiting.extendleft(sorted(drafts, key=lambda draft: draft.age, reverse=True))
+        return self._close(slots)
+
+    def admit(self) -> Admission:
+        """Start waiting drafts in free slots, in order, while pages and the budget of prompt tokens last.
+
+        A sequence that the budget does not cover keeps its pages and goes on in the next step.
+        """
+        chunks: list[Chunk] = []
+        started: list[Draft] = []
+        ahead = sum(draft.missing_pages(LOOKAHEAD) for draft in self.running)
+        while self.waiting and len(self.running) < self._num_slots:
+            draft, group = self.waiting[0], self.waiting[0].group
+            prompt_pages = 0 if group.pages else num_pages(group.prompt_length)
+            if prompt_pages + draft.missing_pages(LOOKAHEAD) + ahead > self._pool.num_free:
+                break
+            group.pages += self._pool.allocate(prompt_pages)
+            if not self._prefill(chunks, group, None, group.prompt_length):
+                break
+            if not draft.pages:
+                self._open(draft)
+            # The last token that was drawn is not prefilled: the next decode step feeds it.
+            if draft.drawn is not None and not self._prefill(chunks, group, draft, len(draft.tokens) - 1):
+                break
+            self._start(draft)
+            started.append(draft)
+            ahead += draft.missing_pages(LOOKAHEAD)
+        assert self.running or chunks or not self.waiting, "a draft waits that does not fit an empty cache"
+        return Admission(chunks, started)
+
+    def unmapped_pages(self) -> list[tuple[int, int, int]]:
+        """(slot, place among its draft's pages, page) of those that the runner does not know; from now on it does."""
+        unmapped = []
+        for slot, draft in enumerate(self.running):
+            unmapped += [(slot, place, draft.pages[place]) for place in range(draft.num_mapped, len(draft.pages))]
+            draft.num_mapped = len(draft.pages)
+        return unmapped
+
+    def finish(self, slots: Sequence[int], steps: int) -> Moves:
+        """After so many decode steps: end the completions in these slots, and close the holes."""
+        for draft in self.running:
+            draft.count += steps
+        for slot in slots:
+            draft = self.running[slot]
+            draft.group.num_running -= 1
+            draft.group.num_left -= 1
+            self._give_back(draft, keep_prompt=draft.group.num_left > 0)
+        return self._close(slots)
+
+    def _prefill(self, chunks: list[Chunk], group: Group, draft: Draft | None, stop: int) -> bool:
+        """Add tokens of a prompt, or of a draft, to the step's, up to `stop`; whether they are all written then."""
+        sequence = group if draft is None else draft
+        budget = self._prefill_tokens - sum(len(chunk.tokens) for chunk in chunks)
+        tokens = sequence.tokens[sequence.num_written : min(stop, sequence.num_written + budget)]
+        start, sequence.num_written = sequence.num_written, sequence.num_written + len(tokens)
+        is_whole = sequence.num_written == stop
+        if tokens:
+            needs_logits = draft is None and is_whole and group.num_fresh > 0
+            sample = None if draft is None else draft.sample
+            chunks.append(Chunk(group, sample, start, tokens, sequence.pages, needs_logits))
+        return is_whole
+
+    def _open(self, draft: Draft) -> None:
+        """Share the prompt's full pages with a draft, and give it those of its next steps."""
+        shared = draft.group.pages[: draft.group.full_pages]
+        new = self._pool.allocate(draft.missing_pages(1 + self._steps_per_look))  # a new one's start draws a token
+        self._pool.share(shared)
+        draft.pages, draft.num_written = shared + new, len(shared) * PAGE_SIZE
+
+    def _start(self, draft: Draft) -> None:
+        if draft.drawn is None:
+            draft.count = 1
+            draft.group.num_fresh -= 1
+        draft.group.num_running += 1
+        self.running.append(self.waiting.popleft())
+
+    def _take_from_head(self) -> bool:
+        """Free what the head of the queue holds, since it is younger than all that run; whether there was anything."""
+        if not self.waiting:
+            return False
+        head = self.waiting[0]
+        if not head.pages and (head.group.num_running or not head.group.pages):
+            return False
+        self._give_back(head)
+        return True
+
+    def _give_back(self, draft: Draft, *, keep_prompt: bool = False) -> None:
+        """Free the pages of a draft that does not run, and its prompt's where nothing of the group runs."""
+        group = draft.group
+        self._pool.release(draft.pages)
+        draft.pages, draft.num_written, draft.num_mapped = [], 0, 0
+        if not group.num_running and not keep_prompt:
+            self._pool.release(group.pages)
+            group.pages, group.num_written = [], 0
+
+    def _close(self, slots: Sequence[int]) -> Moves:
+        """Move the last drafts into these slots."""
         origin = list(range(len(self.running)))
         for slot in sorted(slots, reverse=True):
-            self._pool.release(self.running[slot].pages)
             last, last_origin = self.running.pop(), origin.pop()
             if slot < len(self.running):
                 self.running[slot], origin[slot] = last, last_origin

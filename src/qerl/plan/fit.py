@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from qerl.config import RunConfig
+from qerl.engine.drafts import pages_alone
 from qerl.engine.kv_cache import PAGE_SIZE
-from qerl.plan.memory import Memory, Target, fewest_pages, plan_memory
+from qerl.plan.memory import Memory, Target, plan_memory
 from qerl.plan.shapes import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def find_limits(shape: ModelShape, config: RunConfig, target: Target, budget: in
             "rollout.num_generations": size,
             "rollout.max_batch_size": size,
             "rollout.kv_cache_tokens": None,
+            "rollout.kv_cache_memory": None,
             "eval.num_problems": 0,
         }
         return plan_memory(shape, with_settings(config, settings), target).peak <= budget
@@ -127,23 +129,24 @@ def check_fits(config: RunConfig, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    free, total = torch.cuda.mem_get_info(device)
+    target = Target.of(config, total_bytes=total)
     try:
         shape = read_shape(config.model)
-        memory = plan_memory(shape, config, Target.of(config))
+        memory = plan_memory(shape, config, target)
     except ValueError as error:
         logger.warning("whether the run fits the GPU is not checked: %s", error)
         return
-    free, _ = torch.cuda.mem_get_info(device)
     if memory.peak > free:
-        raise ValueError(refusal(shape, config, memory, free))
+        raise ValueError(refusal(shape, config, target, memory, free))
 
 
-def refusal(shape: ModelShape, config: RunConfig, memory: Memory, free: int) -> str:
+def refusal(shape: ModelShape, config: RunConfig, target: Target, memory: Memory, free: int) -> str:
     """What a run lacks, its largest parts, and what fits."""
     phase = max(memory.peaks, key=lambda name: memory.peaks[name])
     parts = sorted(memory.phases[phase].items(), key=lambda part: -part[1])[:4]
     named = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
-    settings = nearest_settings(shape, config, Target.of(config), free - SLACK_BYTES)
+    settings = nearest_settings(shape, config, target, free - SLACK_BYTES)
     fix = f"it fits with {describe(settings)}" if settings else "no setting makes it fit: take a smaller model"
     return (
         f"this run needs up to {memory.peak / 1e9:.1f} GB in its {phase}, and the GPU has {free / 1e9:.1f} GB free; "
@@ -176,21 +179,24 @@ def _fits(
 def _plan_of_one(shape: ModelShape, config: RunConfig, target: Target, new: int) -> Memory:
     """The run with one sequence at a time, in sampling and in training."""
     settings = {_NEW: new, _SLOTS: 1, _KV: _fewest_kv_tokens(shape, config, target, new), _TOKENS: _MIN_CHUNK}
-    return plan_memory(shape, with_settings(config, settings), target)
+    return plan_memory(shape, with_settings(config, settings | {"rollout.kv_cache_memory": None}), target)
 
 
 def _fewest_kv_tokens(shape: ModelShape, config: RunConfig, target: Target, new: int) -> int:
     room = config.task.max_prompt_length if shape.context is None else shape.context - new
-    generations = max(config.rollout.num_generations, config.eval.num_samples)
-    pages = fewest_pages(min(config.task.max_prompt_length, room), new, generations)
+    longest = min(config.task.max_prompt_length, room)
+    pages = max(pages_alone(prompt, new) for prompt in (longest, max(1, longest - 1)))
     return max(_MIN_KV_TOKENS, pages * PAGE_SIZE)
 
 
 def _same_results(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:
     """Settings that change memory and speed alone."""
     sampling = _for_sampling(shape, config, target, budget)
-    update = _for_update(shape, config, target, budget)
-    return None if sampling is None or update is None else sampling | update
+    if sampling is None:
+        return None
+    # Scratch that prefill needs stays for the update.
+    update = _for_update(shape, with_settings(config, sampling), target, budget)
+    return None if update is None else sampling | update
 
 
 def _for_sampling(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:

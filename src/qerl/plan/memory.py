@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qerl.config import RunConfig
+from qerl.engine.budget import num_pool_pages
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages
-from qerl.engine.scheduler import MAX_PREFILL_TOKENS
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
@@ -54,12 +54,14 @@ class Target:
     on_gpu: bool
     activation_bytes: int
     """2 for bfloat16."""
+    total_bytes: int | None = None
+    """Of the device's memory, where it is known: what a share in `rollout.kv_cache_memory` is of."""
 
     @classmethod
-    def of(cls, config: RunConfig, *, on_gpu: bool = True) -> Target:
+    def of(cls, config: RunConfig, *, on_gpu: bool = True, total_bytes: int | None = None) -> Target:
         """What `model.dtype` means there."""
         narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and on_gpu)
-        return cls(on_gpu, 2 if narrow else 4)
+        return cls(on_gpu, 2 if narrow else 4, total_bytes)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ class Memory:
 
 
 def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
-    """Bytes of a run. ValueError: it samples through transformers, or leaves no room for a prompt in the context."""
+    """Bytes of a run.
+
+    ValueError: it samples through transformers, leaves no room for a prompt in the context, or states a share of memory
+    that is not known.
+    """
     if config.rollout.engine == "hf":
         raise ValueError('rollout.engine = "hf" is not planned for: only qerl\'s own engine is')
     prompt, new = _longest(shape, config)
@@ -138,16 +144,18 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
             evaluation.num_problems, evaluation.num_samples, evaluation.top_p < 1, noise_per_slot=False
         )
     tokens, completion_tokens = micro_batch(config, prompt, new)
-    prefill = max(_prefill_tokens(call, prompt) for call in calls.values())
+    slots = max(_slots(config, call) for call in calls.values())  # the engine keeps the largest cache it needed
+    pages = kv_pages(shape, config, target, slots, prompt, new)
+    prefill = max(_prefill_tokens(config, call, prompt, new) for call in calls.values())
     always = model | state | {"dequantisation scratch": dequantisation_scratch(shape, target, prefill)}
     if target.on_gpu:
         always["product workspaces"] = _STREAMS * _CUBLAS_WORKSPACE + _SHARED_SUMS
     phases = {"load": model | {"loading": _loading(shape, target)}}
     for name, call in calls.items():
-        phases[name] = always | _sampling_parts(shape, config, target, call, prompt, new)
+        phases[name] = always | {"KV cache": kv_pool_bytes(shape, target, pages)}
+        phases[name] |= _sampling_parts(shape, config, target, call, prompt, new)
     activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
     phases["update"] = always | {"gradients": _FP32 * trained} | activations
-    pages = kv_pages(config, calls["rollout"], prompt, new)
     return Memory(
         phases=phases,
         prompt_tokens=prompt,
@@ -224,11 +232,13 @@ def _loading(shape: ModelShape, target: Target) -> int:
 # ------------------------------------------------------------------------------------------------- sampling
 
 
-def kv_pages(config: RunConfig, call: Sampling, prompt: int, new: int) -> int:
-    """Pages of the pool: what `rollout.kv_cache_tokens` says, or what all slots can ever need (engine/engine.py)."""
-    if config.rollout.kv_cache_tokens is not None:
-        return config.rollout.kv_cache_tokens // PAGE_SIZE
-    return _slots(config, call) * num_pages(prompt + new) + num_pages(prompt)
+def kv_pages(shape: ModelShape, config: RunConfig, target: Target, slots: int, prompt: int, new: int) -> int:
+    """Pages of the pool (engine/budget.py)."""
+    total = target.total_bytes
+    if total is None and "%" in (config.rollout.kv_cache_memory or ""):
+        raise ValueError("rollout.kv_cache_memory is a share of a GPU's memory: name a GPU, such as --gpu 24GB")
+    page_bytes = PAGE_SIZE * _kv_bytes(shape, target) * len(shape.layers)
+    return num_pool_pages(config.rollout, page_bytes, total or 0, slots=slots, pages_per_slot=num_pages(prompt + new))
 
 
 def kv_pool_bytes(shape: ModelShape, target: Target, pages: int) -> int:
@@ -254,17 +264,18 @@ def _sampling_parts(
     logits = slots * shape.vocabulary
     prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
     return {
-        "KV cache": kv_pool_bytes(shape, target, kv_pages(config, call, prompt, new)),
-        "pages side by side": slots * slot_pages * PAGE_SIZE * _kv_bytes(shape, target),
         "slots": slots * state,
-        "prefill": (_prefill_tokens(call, prompt) * width + prompt_logits) * b,
+        "prefill": (_prefill_tokens(config, call, prompt, new) * width + prompt_logits) * b,
         "decode step": slots * width * b + logits * b,
     } | ({"truncation": logits * _TRUNCATION_BYTES} if call.truncates else {})
 
 
-def _prefill_tokens(call: Sampling, prompt: int) -> int:
-    """Of the largest prefill (engine/scheduler.py)."""
-    return min(call.num_prompts * prompt, max(MAX_PREFILL_TOKENS, prompt))
+def _prefill_tokens(config: RunConfig, call: Sampling, prompt: int, new: int) -> int:
+    """Of the largest prefill (engine/scheduler.py): with less memory than all need, completions come back in it."""
+    rollout = config.rollout
+    is_limited = rollout.kv_cache_tokens is not None or rollout.kv_cache_memory is not None
+    tokens = call.num_prompts * prompt + (call.num_completions * new if is_limited else 0)
+    return min(tokens, rollout.prefill_tokens)
 
 
 def _slots(config: RunConfig, call: Sampling) -> int:
@@ -275,16 +286,10 @@ def _sequences_at_a_time(config: RunConfig, call: Sampling, prompt: int, new: in
     """Completions of full length whose pages fit; a group shares its prompt's full pages (engine/scheduler.py)."""
     shared = prompt // PAGE_SIZE
     own = num_pages(prompt + new) - shared
-    group = shared + call.num_generations * own
+    group = num_pages(prompt) + call.num_generations * own
     whole, rest = divmod(pages, group)
     in_part = max(0, rest - num_pages(prompt)) // own
     return min(_slots(config, call), whole * call.num_generations + min(in_part, call.num_generations - 1))
-
-
-def fewest_pages(prompt: int, new: int, num_generations: int) -> int:
-    """What a group cannot do without: its prompt, and one completion's own pages (Group.pages_alone)."""
-    held = num_pages(prompt) if num_generations == 1 else prompt // PAGE_SIZE
-    return num_pages(prompt) + num_pages(prompt + new) - held
 
 
 # ------------------------------------------------------------------------------------------------- the update

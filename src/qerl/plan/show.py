@@ -38,7 +38,7 @@ class Plan:
 
 def make_plan(config: RunConfig, card_bytes: int | None) -> Plan:
     """Plan a run on a GPU; `card_bytes`: the card's memory, where one is asked about."""
-    shape, target = read_shape(config.model), Target.of(config)
+    shape, target = read_shape(config.model), Target.of(config, total_bytes=card_bytes)
     memory = plan_memory(shape, config, target)
     card = None
     if card_bytes is not None:

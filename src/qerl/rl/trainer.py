@@ -4,6 +4,7 @@
         sigma <- noise controller                          noise.py
         engine.sync(noise): adapters + noisy norms         engine/
         groups <- prompts, completions, rewards            rl/rollout.py
+        engine.sleep(): the update has the KV memory, until engine.wake() before the next rollout
         advantages <- groups                               rl/advantage.py
         old_logprobs (and ref_logprobs) <- one scoring pass, where the loss needs them
         for each update: micro-batches -> loss -> gradient rl/batch.py, rl/loss.py
@@ -105,13 +106,14 @@ class Trainer:
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:
             recompute_layers(self.model)
-        self.engine = build_engine(self.model, eos_ids=eos_token_ids(base), config=config.rollout)
+        max_prompt_length = self._max_prompt_length()
+        self.engine = build_engine(
+            self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
+        )
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
-        self.stream = PromptStream(
-            self.task, self.tokenizer, seed=config.seed, max_prompt_length=self._max_prompt_length()
-        )
+        self.stream = PromptStream(self.task, self.tokenizer, seed=config.seed, max_prompt_length=max_prompt_length)
         self.log = RunLog(self.output_dir, completions_per_step=config.log_completions)
 
         self.step = 0
@@ -166,6 +168,7 @@ class Trainer:
         """One rollout and all its updates; nothing of the state changes unless the rollout was completed."""
         config, started = self.config, time.monotonic()
         draw = self._noise_draw()
+        self.engine.wake()
         report = self.engine.sync(draw)
         before = self.stream.position, self.stream.num_too_long
         try:
@@ -184,6 +187,7 @@ class Trainer:
         )
         batch = TrainBatch.from_groups(groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions)
         update_started = time.monotonic()
+        self.engine.sleep()  # keys and values make room for activations
         self.updating = True
         metrics = self._update(batch, draw)
         self.step += 1

@@ -9,12 +9,12 @@ import torch
 from tiny_policies import CONFIGS, VOCABULARY, assert_as_exact_as_transformers, gap, policy, requests, scatter_adapters
 
 from qerl.config import RolloutConfig
+from qerl.engine.drafts import Chunk
 from qerl.engine.engine import PagedEngine, build_engine
 from qerl.engine.graphs import StepRunner
 from qerl.engine.model import Decoder
 from qerl.engine.projection import Projection
 from qerl.engine.runner import Runner
-from qerl.engine.scheduler import Group
 from qerl.kernels.layout import PackedWeight
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
@@ -192,9 +192,9 @@ def test_more_samples_than_slots_and_pages(monkeypatch: pytest.MonkeyPatch) -> N
     prefilled: list[int] = []
     prefill = Runner.prefill
 
-    def counting(runner: Runner, groups: Sequence[Group]) -> None:
-        prefilled.extend(group.index for group in groups)
-        prefill(runner, groups)
+    def counting(runner: Runner, chunks: Sequence[Chunk]) -> None:
+        prefilled.extend(chunk.group.index for chunk in chunks)
+        prefill(runner, chunks)
 
     monkeypatch.setattr(Runner, "prefill", counting)
     seen: list[tuple[int, int]] = []
@@ -282,9 +282,11 @@ def test_requests_of_no_length() -> None:
 def test_a_request_that_can_never_fit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = paged(policy("qwen2"), kv_cache_tokens=64)
     monkeypatch.setattr(Runner, "prefill", lambda *_: pytest.fail("work was done"))
-    with pytest.raises(
-        ValueError, match=r"request 1: .* 50 tokens and up to 24 .* 96 tokens .* 64: raise rollout\.kv_cache_tokens"
-    ):
+    message = (
+        r"request 1: a prompt of 50 tokens and up to 24 new ones take 96 tokens of KV cache, and "
+        r"rollout\.kv_cache_tokens = 64 holds 64: set it to 96 at least"
+    )
+    with pytest.raises(ValueError, match=message):
         engine.generate(requests(5, 50), SAMPLING)
 
 

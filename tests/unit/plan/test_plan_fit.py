@@ -117,6 +117,8 @@ def test_large_models_on_small_cards(models, name, card, rank, new, micro_batch)
         ("rollout.num_generations", (2, 8, 16)),
         ("rollout.max_batch_size", (1, 16, 256)),
         ("rollout.kv_cache_tokens", (64, 4096, 100_000)),
+        ("rollout.kv_cache_memory", ("1MB", "1GB", "80GB")),
+        ("rollout.prefill_tokens", (16, 1024, 8192)),
         ("optimizer.micro_batch_tokens", (16, 4096, 16384)),
         ("optimizer.logprob_chunk", (1, 512, 100_000)),
         ("lora.r", (1, 16, 64, 65, 256)),
@@ -190,11 +192,11 @@ def test_training_refuses_what_cannot_fit(models, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory_of)
     free = 30_000_000_000
-    with pytest.raises(ValueError, match=r"needs up to .* GB in its rollout, and the GPU has 30\.0 GB free") as error:
+    with pytest.raises(ValueError, match=r"up to .* GB in its evaluation, and the GPU has 30\.0 GB free") as error:
         check_fits(config, torch.device("cuda"))
     message = str(error.value)
     assert f"qerl: {message}\n" in DOCUMENTATION
-    assert "KV cache 51.81 GB" in message and "packed base 17.57 GB" in message
+    assert "KV cache 52.08 GB" in message and "packed base 17.57 GB" in message
     settings = message.partition("it fits with ")[2].partition(". `qerl plan`")[0].split()
     fixed = load_config(None, [f"model.path={models / '32B'}", "eval.num_problems=100", *settings])
     assert plan_memory(read_shape(fixed.model), fixed, Target.of(fixed)).peak <= free - SLACK_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from qerl.config import RunConfig, load_config
 from qerl.engine import build_engine
 from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import KVCache
+from qerl.engine.scheduler import Scheduler
 from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
@@ -152,26 +154,40 @@ def tensors_of_copies(engine: PagedEngine) -> list[Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("cache", [[], ["rollout.kv_cache_tokens=176"]], ids=["by need", "stated"])
-def test_the_kv_cache_to_the_byte(folder, cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("cache", "together"),
+    [([], 5), (["rollout.kv_cache_tokens=176"], 3), (["rollout.kv_cache_memory=80KiB"], None)],
+    ids=["by need", "tokens", "memory"],
+)
+def test_the_kv_cache_to_the_byte(folder, cache, together, monkeypatch):
     """Prompts of the longest length, completions that reach theirs: 5 slots for 2 groups of 4."""
     pools: list[KVCache] = []
     initialise = KVCache.__init__
     monkeypatch.setattr(KVCache, "__init__", lambda self, **sizes: (initialise(self, **sizes), pools.append(self))[0])
+    running: list[int] = []
+    admit = Scheduler.admit
+    monkeypatch.setattr(Scheduler, "admit", lambda self: (admit(self), running.append(len(self.running)))[0])
     config = config_of(
         folder, "task.max_prompt_length=21", "rollout.max_completion_length=30", "rollout.prompts_per_step=2",
         "rollout.num_generations=4", "rollout.max_batch_size=5", *cache,
     )  # fmt: skip
     model, _ = load_model(config.model)
-    engine = build_engine(model, eos_ids=[2], config=config.rollout)
-    running: list[int] = []
-    engine._step = lambda *of, step=engine._step: (step(*of), running.append(len(of[0].running)))[0]  # pyright: ignore
+    engine = build_engine(model, eos_ids=[2], config=config.rollout, max_prompt_length=21)
     engine.generate([Request([3] * 21, [i, i + 1, i + 2, i + 3], 30, i) for i in range(2)], SamplingParams())
     plan = plan_memory(read_shape(config.model), config, CPU)
     (pool,) = pools
     assert plan.phases["rollout"]["KV cache"] == storage_bytes([pool.pool])
-    assert plan.phases["rollout"]["pages side by side"] == storage_bytes([pool._copies])
-    assert plan.sequences_at_a_time == max(running) == (3 if cache else 5)
+    assert plan.sequences_at_a_time == max(running)
+    assert together in (None, max(running))
+
+
+def test_a_share_of_memory_needs_to_know_of_what(folder):
+    config = config_of(folder, "rollout.kv_cache_memory=1%")
+    shape = read_shape(config.model)
+    with pytest.raises(ValueError, match="share of a GPU's memory: name a GPU"):
+        plan_memory(shape, config, CPU)
+    pool = plan_memory(shape, config, replace(CPU, total_bytes=10**8)).phases["rollout"]["KV cache"]
+    assert 0.9e6 < pool <= 1e6
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
