@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from qerl.engine.drafts import Chunk, Draft, Group, pages_alone
 from qerl.engine.engine import step
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, PagePool, num_pages
+from qerl.engine.runner import Runner
 from qerl.engine.scheduler import LOOKAHEAD, Scheduler
 from qerl.types import Completion, Request
 
@@ -50,7 +51,7 @@ class Slot:
         return self.drawn[-1] == 0 or len(self.drawn) == self.draft.limit
 
 
-class TokenRunner:
+class TokenRunner(Runner):
     """The runner's calls, with tokens themselves for keys and values: what is read is checked against what should be
     there, so a page that is stale, shared by mistake or written by two is seen at once."""
 
