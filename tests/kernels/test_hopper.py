@@ -38,7 +38,7 @@ def emulate(monkeypatch):
 
         counters = torch.zeros(4096, dtype=torch.int32)
         monkeypatch.setattr(hopper, "kernel", kernel)
-        monkeypatch.setattr(hopper, "_multiprocessors", lambda _: multiprocessors)
+        monkeypatch.setattr(hopper, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(hopper, "zeros", lambda _: counters)
         return counters
 

@@ -26,7 +26,7 @@ def emulate(monkeypatch):
             return EmulatedKernel(library, name, portable._SIGNATURES[name], backwards)
 
         counters = torch.zeros(max(v.blocks for v in VARIANTS) * multiprocessors, dtype=torch.int32)
-        monkeypatch.setattr(portable, "_multiprocessors", lambda _: multiprocessors)
+        monkeypatch.setattr(portable, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(portable, "_has_overlap", lambda _: False)
         monkeypatch.setattr(portable, "zeros", lambda _: counters)
         monkeypatch.setattr(portable, "_kernel", kernel)

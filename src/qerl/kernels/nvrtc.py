@@ -342,6 +342,15 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has: among them a kernel deals out its work."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ Called by w4a16's dispatcher. Fewer tokens are portable.py's.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, aligned, kernel, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, zeros
 
 _FOLDER = Path(__file__).parent
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
@@ -244,16 +243,11 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
         chunks,
         len(weight.parts),
         weight.epilogue_factor,
-        _multiprocessors(device),
+        multiprocessors(device),
         -(-chunks // _STEP_CHUNKS),
     )
     both = weight.plans["hopper", m, slices, asked] = plan, _Launch.of(plan, m)
     return both
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, aligned, kernel, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, zeros
 from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
@@ -138,7 +138,7 @@ def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torc
     tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
     tiles = rows // v.rows * -(-m // v.tokens)
     shared = v.warps_m > 1  # equal shares of all tiles; narrow ones have a block each
-    blocks = min(tiles * -(-tiles_k // v.warps_k), v.blocks * _multiprocessors(device)) if shared else tiles
+    blocks = min(tiles * -(-tiles_k // v.warps_k), v.blocks * multiprocessors(device)) if shared else tiles
     plan = _Plan(
         v,
         _kernel("w4a16", v, weight.scale_format, device),
@@ -166,7 +166,7 @@ def _adapter_input(
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     tiles = parts * rank // SLICE * -(-m // variant.tokens)
-    blocks = min(tiles * -(-padded_k // (_ADAPTER_THREADS // 32 * TILE_COLUMNS)), _multiprocessors(x.device))
+    blocks = min(tiles * -(-padded_k // (_ADAPTER_THREADS // 32 * TILE_COLUMNS)), multiprocessors(x.device))
     shape = (-(-m // variant.tokens), parts, rank // SLICE, variant.tokens, SLICE)
     u = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
@@ -183,11 +183,6 @@ def _adapter_input(
 @cache
 def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torch.device) -> Kernel:
     return kernel(SOURCE, name, variant.defines(scale_format), _SIGNATURES[name], device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
