@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import struct
 import subprocess
 import sys
 
 import pytest
 import torch
+from triton_runs import CAPABILITIES, compile_launches, outer_run
 
 from qerl import philox
 from qerl.kernels.sample import Sampled, sample
@@ -167,6 +170,21 @@ def test_in_tritons_interpreter() -> None:
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "20 passed" in run.stdout, run.stdout
+
+
+@outer_run
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_both_kernels_compile_and_subtract_the_maximum_from_a_rounded_product(capability, monkeypatch) -> None:
+    """-1e38 / 1.3 * 2^-24 is 4e30: fused into one step, the largest entry's weight would be e^4e30 or 0."""
+    logits = random_logits(300)
+    chunk, join = compile_launches(
+        capability,
+        monkeypatch,
+        lambda: sample_fused(logits, TEMPERATURES, SEEDS, COUNTS, greedy=False, kept=None, chunk=64),
+    )
+    addends = re.findall(r"fma\.rn\.f32 .*, 0f(\w+);", chunk.asm["ptx"])
+    assert [struct.unpack(">f", bytes.fromhex(a))[0] for a in addends] == pytest.approx([1 / 5, 1 / 4, 1 / 3, 1 / 2, 1])
+    assert [kernel.asm["ptx"].count("fma.rn.f32") for kernel in (chunk, join)] == [len(addends), 0]
 
 
 @pytest.mark.gpu

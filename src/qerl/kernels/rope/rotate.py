@@ -1,4 +1,8 @@
-"""Triton kernel: one program takes one key head of one token, and the query heads that share it."""
+"""Triton kernel: one program takes one key head of one token, and the query heads that share it.
+
+Compiled without fused multiply-add: each product is rounded before it is added, as torch does it operation by
+operation. (A rounding to bf16 in the source is no barrier: multiply, round and subtract become one `fma.rn.bf16`.)
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,12 @@ def rotate_and_store_bf16_(
     assert destination is None or destination.pages.is_contiguous()
     group = heads // kv_heads
     sizes: Any = {"KV_HEADS": kv_heads, "GROUP": group, "ROWS": triton.next_power_of_2(group), "HALF": d // 2}
-    which: Any = {"NORM": norms is not None, "STORE": destination is not None, "num_warps": 2}
+    which: Any = {
+        "NORM": norms is not None,
+        "STORE": destination is not None,
+        "num_warps": 2,
+        "enable_fp_fusion": False,
+    }
     q_gain, k_gain, eps = (cos, cos, 0.0) if norms is None else norms
     keys, values, rows = (k, v, cos) if destination is None else (*destination.pages, destination.rows)
     with torch.cuda.device_of(q):

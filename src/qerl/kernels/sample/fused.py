@@ -10,6 +10,9 @@ The random integers are those of philox.py: the entries 4 b .. 4 b + 3 of a row 
 Triton's own Philox4x32-10. Within a chunk, scores are compared as e^(x - m) / E, where E = e^-gumbel is an exponential
 number: the order of x + gumbel for one logarithm an entry instead of two. The arithmetic, some 90 instructions an
 entry, takes longer than reading the logits.
+
+Compiled without contraction; fused multiply-adds are written out. x is a rounded product, and x - m in one fused step
+would differ from 0 at the maximum by that rounding, which is 4e30 where a logit is -1e38.
 """
 
 from __future__ import annotations
@@ -50,15 +53,16 @@ def sample_fused(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs, entropies = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     constants: dict[str, Any] = {"CHUNK": chunk, "GREEDY": greedy, "TRUNCATED": kept is not None}
+    unfused: Any = {"enable_fp_fusion": False}
     padded: Any = triton.next_power_of_2(chunks)
     with torch.cuda.device_of(logits):
         _chunk_kernel[(rows, chunks)](
             logits, logits.stride(0), mask, mask.stride(0), temperatures, seeds, counts, m, s, t, best, entries, size,
-            **constants,
+            **constants, **unfused,
         )  # fmt: skip
         _join_kernel[(rows,)](
             logits, logits.stride(0), temperatures, m, s, t, best, entries, chunks, tokens, logprobs, entropies,
-            CHUNKS=padded,
+            CHUNKS=padded, **unfused,
         )  # fmt: skip
     return Sampled(tokens, logprobs, entropies)
 
@@ -77,8 +81,12 @@ def _exponential(integers):
     """e^-gumbel = -ln(1 - v), v = (integer + 0.5) * 2^-32, as philox.gumbel has it."""
     v = tl.minimum((integers.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     # 1 - v would drop the last bits of a small v, and winners have small ones: a series there.
-    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
-    return tl.where(v < 1 / 16, series, -tl.log(1 - v))
+    series = tl.fma(v, 1 / 6, 1 / 5)
+    series = tl.fma(v, series, 1 / 4)
+    series = tl.fma(v, series, 1 / 3)
+    series = tl.fma(v, series, 1 / 2)
+    series = tl.fma(v, series, 1.0)
+    return tl.where(v < 1 / 16, v * series, -tl.log(1 - v))
 
 
 @triton.jit
