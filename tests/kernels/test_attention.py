@@ -21,8 +21,8 @@ from qerl.kernels.attention import decode_attention
 from qerl.kernels.attention.reference import decode_attention_reference
 
 PAGE = 16
-RAGGED = [1, PAGE - 1, PAGE, PAGE + 1, 64, 65, 256, 257, 700]
-"""Around ends of pages, tiles (64) and splits (256)."""
+RAGGED = [1, PAGE - 1, PAGE, PAGE + 1, 64, 127, 128, 129, 257, 700, 2200]
+"""Around ends of pages, of splits (128) and of what is joined at once (16 splits)."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 """bf16: each of both sides is rounded once, and weights once on their way into a product."""
 

@@ -10,7 +10,7 @@ INT4) are dequantised side by side into one scratch matrix, and are one product 
     base                                      adapter
     packed, one product, no rank above 64     within the product (kernels/w4a16): the finished sum is rounded once
     anything else                             beside it, in the trainer's order and rounding (nn/lora.py): all x A_i^T
-                                              as one product, each B_i, one addition
+                                              as one product, all B_i and the addition in one pass (kernels/lora)
 
 Called by model.py. Leaves out all adapters but LoRA.
 """
@@ -18,7 +18,7 @@ Called by model.py. Leaves out all adapters but LoRA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from qerl.kernels.adapter import MAX_RANK, Factors, PackedAdapter, pack_adapter
 from qerl.kernels.coded import CodedWeight, coded_product
 from qerl.kernels.layout import PackedWeight
+from qerl.kernels.lora import Expansion, add_expanded_
 from qerl.kernels.w4a16 import w4a16
 from qerl.nn.linear import PackedLinear
 from qerl.nn.lora import lora_factors
@@ -55,11 +56,14 @@ class Projection:
         adapter = self._within
         if adapter is not None and gain != 1:
             adapter = adapter._replace(scaling=adapter.scaling * gain)
-        outputs = [_product(x, weight, bias, adapter) for weight, bias in self._products]
-        if len(outputs) < len(self._sizes):
-            (whole,) = outputs
-            outputs = whole.split(self._sizes, dim=-1)
-        return outputs if self._beside is None or gain == 0 else self._beside.added(outputs, x, gain)
+        beside = None if gain == 0 else self._beside
+        if beside is not None:
+            beside.begin(x)
+        products = [_product(x, weight, bias, adapter) for weight, bias in self._products]
+        whole = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        if beside is not None:
+            beside.add_(whole, gain)
+        return whole.split(self._sizes, dim=-1)
 
     @property
     def weights(self) -> list[Weight]:
@@ -77,7 +81,7 @@ class Projection:
             if self._packed is not None and 0 < max(ranks) <= MAX_RANK:
                 self._within = pack_adapter(self._packed, entries, self._dtype)
             elif any(ranks):
-                self._beside = _Beside.empty(self._bases, ranks, self._dtype)
+                self._beside = _Beside(self._bases, ranks, self._dtype)
         if self._within is not None:
             assert self._packed is not None
             self._within.update_(self._packed, entries)
@@ -86,39 +90,49 @@ class Projection:
         return [f.b.detach().abs().amax() for f in factors if f is not None]
 
 
-@dataclass
 class _Beside:
     """Adapters that no product takes in; a rank of 0 is none."""
 
-    a: Float[Tensor, "r_sum k"]
-    b: list[Float[Tensor, "n r"]]
-    scalings: list[float]
-
-    @classmethod
-    def empty(cls, bases: Sequence[nn.Linear], ranks: Sequence[int], dtype: torch.dtype) -> _Beside:
+    def __init__(self, bases: Sequence[nn.Linear], ranks: Sequence[int], dtype: torch.dtype) -> None:
         device = bases[0].weight.device
-        a = torch.empty(sum(ranks), bases[0].in_features, dtype=dtype, device=device)
-        return cls(a, [a.new_empty(base.out_features, r) for base, r in zip(bases, ranks, strict=True)], [])
-
-    @property
-    def ranks(self) -> list[int]:
-        return [b.shape[1] for b in self.b]
+        self._a = torch.empty(sum(ranks), bases[0].in_features, dtype=dtype, device=device)
+        self._expansion = Expansion.empty([base.out_features for base in bases], ranks, dtype, device)
+        self._inner: Float[Tensor, "*batch ranks"] | None = None
 
     def update_(self, factors: Sequence[Factors | None]) -> None:
-        self.scalings = [0.0 if f is None else f[2] for f in factors]
-        for a, b, f in zip(self.a.split(self.ranks), self.b, factors, strict=True):
+        """Copy new values to where the old ones are."""
+        sizes, ranks = self._expansion.sizes, self._expansion.ranks
+        rows = zip(self._a.split(ranks), self._expansion.b.split(sizes), factors, strict=True)
+        for a, b, f in rows:
             if f is not None:
                 a.copy_(f[0])
-                b.copy_(f[1])
+                b[:, : len(a)] = f[1]
+        self._expansion.scaling.copy_(torch.tensor([0.0 if f is None else f[2] for f in factors]))
 
-    def added(
-        self, outputs: Sequence[Float[Tensor, "*batch n"]], x: Float[Tensor, "*batch k"], gain: float
-    ) -> list[Float[Tensor, "*batch n"]]:
-        inner = F.linear(x, self.a).split(self.ranks, dim=-1)
-        return [
-            torch.add(y, F.linear(u, b), alpha=scaling * gain) if b.shape[1] else y
-            for y, u, b, scaling in zip(outputs, inner, self.b, self.scalings, strict=True)
-        ]
+    def begin(self, x: Float[Tensor, "*batch k"]) -> None:
+        """Start x A^T; on a GPU on a stream of its own, so that it runs while the base's product does."""
+        if not x.is_cuda:
+            self._inner = F.linear(x, self._a)
+            return
+        side = _side_stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            self._inner = F.linear(x, self._a)
+
+    def add_(self, y: Float[Tensor, "*batch n"], gain: float) -> None:
+        """Add the adapters' part to the whole product, in place."""
+        if y.is_cuda:
+            torch.cuda.current_stream(y.device).wait_stream(_side_stream(y.device))
+        inner, self._inner = self._inner, None
+        assert inner is not None, "begin comes first"
+        add_expanded_(y.flatten(0, -2), inner.flatten(0, -2), self._expansion, gain)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where the adapters' first half runs. Its tensors are used up before the main stream goes on, so both streams'
+    memory is safe without `record_stream`: what one frees is given out again on the same stream, after it waited."""
+    return torch.cuda.Stream(device)
 
 
 def base_linear(linear: nn.Module) -> nn.Linear:

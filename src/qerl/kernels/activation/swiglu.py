@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
+from qerl.kernels.overlap import overlaps, wait_for_previous
 
 WIDTH: Any = 1024
 """16 bytes of each operand a thread."""
@@ -22,12 +23,14 @@ def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[T
     tokens, n = gate.shape
     out = torch.empty(tokens, n, dtype=gate.dtype, device=gate.device)
     with torch.cuda.device_of(gate):
-        _swiglu_kernel[(tokens, triton.cdiv(n, WIDTH))](gate, up, out, gate.stride(0), up.stride(0), n, WIDTH)
+        grid = (tokens, triton.cdiv(n, WIDTH))
+        _swiglu_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), n, WIDTH, **overlaps(gate.device))
     return out
 
 
 @triton.jit
-def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, n, WIDTH: tl.constexpr):
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, n, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < n

@@ -1,13 +1,14 @@
 """Triton kernels: paged decode attention in splits of a sequence, and the sum of the splits.
 
     _split_kernel   one program a (split, key head, sequence): the query heads of a key head are the rows of one product
-                    with SPLIT tokens, TILE at a time; online softmax in float32
-    _join_kernel    one program a (query head, sequence): sum of its splits' results, first to last
+                    with the SPLIT tokens' keys, whose softmax, in float32, weights their values
+    _join_kernel    one program a (query head, sequence): sum of its splits' results, AT_ONCE at a time, first to last
 
 A split is always SPLIT tokens, counted from the sequence's start, so what is summed in which order is a function of
 the sequence's length alone. A sequence of one split is finished by the first kernel. The grid depends on the width of
 the page table, never on lengths, so a CUDA graph holds for all sequences that the table can describe; programs past a
-sequence's end return at once.
+sequence's end return at once. A program has no loop: keys and values are asked for at once, and one sequence of 1,280
+tokens keeps 10 programs a key head busy, since at small batches latency is all that a decode step's attention costs.
 
 A split leaves, in float32 and base 2: its largest score m, l = sum 2^(s - m), a = sum 2^(s - m) v. Then
 
@@ -28,11 +29,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from qerl.kernels.numerics import product, rounded
+from qerl.kernels.overlap import overlaps, wait_for_previous
 
-SPLIT = 256
-"""Tokens a program reads: long enough that its float32 result is 6 % of what it read (7 query heads a key head), short
-enough that one sequence of 1,280 tokens keeps 20 to 40 programs busy."""
-TILE = 64
+SPLIT = 128
+"""Tokens a program reads: its float32 result is 6 % of that (7 query heads a key head)."""
+AT_ONCE = 16
+"""Splits' results added at a time."""
 MIN_ROWS = 16
 """Rows of the smallest product on tensor cores; fewer query heads are padded."""
 
@@ -55,8 +57,9 @@ def paged_attention(
     sums = torch.empty(b, heads, num_splits, d, dtype=torch.float32, device=q.device)
     largest, weights = torch.empty(2, b, heads, num_splits, dtype=torch.float32, device=q.device)
     sizes: Any = {"D": d, "SPLIT": SPLIT}
-    more_sizes: Any = {"GROUP": group, "ROWS": rows, "KV_HEADS": kv_heads, "PAGE": page_size, "TILE": TILE}
-    one_warp: Any = {"num_warps": 1}
+    more_sizes: Any = {"GROUP": group, "ROWS": rows, "KV_HEADS": kv_heads, "PAGE": page_size, "num_warps": 4}
+    join_sizes: Any = {"AT_ONCE": AT_ONCE, "num_warps": 2}
+    overlap: Any = overlaps(q.device)
     with torch.cuda.device_of(q):
         _split_kernel[(num_splits, kv_heads, b)](
             q,
@@ -74,9 +77,10 @@ def paged_attention(
             num_splits,
             **sizes,
             **more_sizes,
+            **overlap,
         )
         if num_splits > 1:
-            _join_kernel[(heads, b)](out, sums, largest, weights, lengths, num_splits, **sizes, **one_warp)
+            _join_kernel[(heads, b)](out, sums, largest, weights, lengths, num_splits, **sizes, **join_sizes, **overlap)
     return out
 
 
@@ -101,40 +105,34 @@ def _split_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     start = split * SPLIT
     if start >= length:
         return
-    stop = min(start + SPLIT, length)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, D)
+    token = start + tl.arange(0, SPLIT)
+    is_token = token < length
+    page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
+    at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
+    at = at[:, None] + column[None, :]
+    keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0.0)
+    values = tl.load(values_ptr + at, mask=is_token[:, None], other=0.0)
     head = kv_head * GROUP + row
     is_head = row < GROUP
     q = tl.load(q_ptr + sequence * q_stride + head[:, None] * D + column[None, :], mask=is_head[:, None], other=0.0)
-    largest = tl.full([ROWS], -float("inf"), tl.float32)
-    weights = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, D], tl.float32)
-    for first in range(start, stop, TILE):
-        token = first + tl.arange(0, TILE)
-        is_token = token < stop
-        page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
-        at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
-        at = at[:, None] + column[None, :]
-        keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0.0)
-        scores = tl.where(is_token[None, :], product(q, tl.trans(keys)) * scale, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))  # finite: the tile has a token
-        shrink = tl.exp2(largest - new_largest)
-        weight = tl.exp2(scores - new_largest[:, None])
-        weights = weights * shrink + tl.sum(weight, 1)
-        values = tl.load(values_ptr + at, mask=is_token[:, None], other=0.0)
-        sums = sums * shrink[:, None] + product(rounded(weight, values.dtype), values)
-        largest = new_largest
+    scores = tl.where(is_token[None, :], product(q, tl.trans(keys)) * scale, -float("inf"))
+    largest = tl.max(scores, 1)  # finite: a split has a token
+    weight = tl.exp2(scores - tl.expand_dims(largest, 1))
+    weights = tl.sum(weight, 1)
+    sums = product(rounded(weight, values.dtype), values)
     to = sequence * (KV_HEADS * GROUP) + head
     if length <= SPLIT:
-        y = rounded(sums / weights[:, None], out_ptr.dtype.element_ty)
+        y = rounded(sums / tl.expand_dims(weights, 1), out_ptr.dtype.element_ty)
         tl.store(out_ptr + to[:, None] * D + column[None, :], y, mask=is_head[:, None])
     else:
         to = to * num_splits + split
@@ -145,8 +143,18 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_kernel(
-    out_ptr, sums_ptr, largest_ptr, weights_ptr, lengths_ptr, num_splits, D: tl.constexpr, SPLIT: tl.constexpr
+    out_ptr,
+    sums_ptr,
+    largest_ptr,
+    weights_ptr,
+    lengths_ptr,
+    num_splits,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     if length <= SPLIT:
@@ -155,13 +163,17 @@ def _join_kernel(
     row = sequence * tl.num_programs(0) + tl.program_id(0)
     at = row * num_splits
     largest = tl.load(largest_ptr + at)
-    weights = tl.load(weights_ptr + at)
-    sums = tl.load(sums_ptr + at * D + column)
-    for i in range(1, tl.cdiv(length, SPLIT)):
-        new = tl.load(largest_ptr + at + i)
-        new_largest = tl.maximum(largest, new)
+    weights = tl.zeros_like(largest)
+    sums = tl.zeros([D], tl.float32)
+    for first in range(0, tl.cdiv(length, SPLIT), AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        is_split = split * SPLIT < length
+        new = tl.load(largest_ptr + at + split, mask=is_split, other=-float("inf"))
+        more = tl.load(sums_ptr + (at + split[:, None]) * D + column[None, :], mask=is_split[:, None], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(new, 0))
         old_shrink, new_shrink = tl.exp2(largest - new_largest), tl.exp2(new - new_largest)
-        weights = weights * old_shrink + tl.load(weights_ptr + at + i) * new_shrink
-        sums = sums * old_shrink + tl.load(sums_ptr + (at + i) * D + column) * new_shrink
+        of_new = tl.load(weights_ptr + at + split, mask=is_split, other=0.0)
+        weights = weights * old_shrink + tl.sum(of_new * new_shrink, 0)
+        sums = sums * old_shrink + tl.sum(more * new_shrink[:, None], 0)
         largest = new_largest
     tl.store(out_ptr + row * D + column, rounded(sums / weights, out_ptr.dtype.element_ty))

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
+from qerl.kernels.overlap import overlaps, wait_for_previous
 
 
 def add_rms_norm_bf16_(
@@ -41,6 +42,7 @@ def add_rms_norm_bf16_(
             0 if len(rows) == 1 else rows.stride(0),
             **sizes,
             **which,
+            **overlaps(x.device),
         )
     return out
 
@@ -60,7 +62,9 @@ def _add_rms_norm_kernel(
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
     INDEXED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < H

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
+from qerl.kernels.overlap import overlaps, wait_for_previous
 from qerl.kernels.rope.reference import Destination, HeadNorms
 
 
@@ -62,6 +63,7 @@ def rotate_and_store_bf16_(
             cos.stride(0),
             **sizes,
             **which,
+            **overlaps(q.device),
         )
 
 
@@ -108,7 +110,9 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_ptr + token * angle_stride + column).to(tl.float32)

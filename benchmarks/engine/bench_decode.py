@@ -1,0 +1,173 @@
+"""Decode speed of the engine on random weights of Qwen2.5's shapes, by format and batch size.
+
+    python benchmarks/engine/bench_decode.py [--models 7B 32B] [--formats nvfp4 bf16] [--batch 1 8 ..] [--rank 32]
+
+A run generates `--new` tokens after prompts of `--prompt` tokens (no token ends a completion), once to compile and
+capture, then to measure: steps, and what is left when one token is asked for, which is prefill. A step's time is the
+difference over the steps between. From batch 32 on, prompts are shared by 8. The floor is the bytes that a step must
+read (products' weights, head, adapters, keys and values) at 4.2 TB/s. `--profile` adds the kernels of a step.
+
+Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+import harness
+from random_model import SHAPES, random_model
+
+from qerl.config import RolloutConfig
+from qerl.engine.engine import PagedEngine
+from qerl.types import Request, SamplingParams
+
+BANDWIDTH = 4.2e12
+GROUP, GROUPED_FROM = 8, 32
+_PROFILED = 64  # steps
+
+
+def floor_bytes(size: str, fmt: str, layers: int, rank: int, batch: int, context: float) -> float:
+    """What one decode step reads: each weight once, keys and values of every sequence."""
+    s = SHAPES[size]
+    head_dim = s.hidden // s.heads
+    kv = s.kv_heads * head_dim
+    ins_outs = [
+        (s.hidden, s.hidden + 2 * kv),
+        (s.hidden, s.hidden),
+        (s.hidden, 2 * s.intermediate),
+        (s.intermediate, s.hidden),
+    ]
+    weights = sum(k * n for k, n in ins_outs) * {"bf16": 2.0, "nvfp4": 0.5625, "mxfp4": 0.53125}[fmt]
+    parts = (3, 1, 2, 1)
+    adapters = sum(rank * (p * k + n) for p, (k, n) in zip(parts, ins_outs, strict=True)) * 2
+    cache = batch * context * 2 * kv * 2
+    return layers * (weights + adapters + cache) + s.vocabulary * s.hidden * 2
+
+
+def requests(batch: int, prompt: int, new: int, vocabulary: int) -> list[Request]:
+    shared = GROUP if batch >= GROUPED_FROM else 1
+    generator = torch.Generator().manual_seed(batch)
+    return [
+        Request(
+            prompt_ids=torch.randint(0, vocabulary, (prompt,), generator=generator).tolist(),
+            seeds=[1000 * i + j for j in range(shared)],
+            max_new_tokens=new,
+            prompt_index=i,
+        )
+        for i in range(batch // shared)
+    ]
+
+
+def timed(engine: PagedEngine, batch: int, prompt: int, new: int, vocabulary: int, sampling: SamplingParams) -> float:
+    asked = requests(batch, prompt, new, vocabulary)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    done = engine.generate(asked, sampling)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    assert all(len(c.token_ids) == new for group in done for c in group)
+    return seconds
+
+
+def profile(run: Any, steps: int) -> None:
+    """Kernels of the steps by time, and how much of the span none ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        run()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type.name == "CUDA")
+    totals: dict[str, list[float]] = {}
+    for e in prof.events():
+        if e.device_type.name == "CUDA":
+            totals.setdefault(e.name[:60], []).append(e.time_range.elapsed_us())
+    busy, end = 0.0, 0.0
+    for a, b in spans:
+        busy += max(0.0, b - max(a, end))
+        end = max(end, b)
+    span = spans[-1][1] - spans[0][0]
+    print(
+        f"    {span / steps:.0f} us a step, {busy / steps:.0f} with a kernel running, {len(spans) / steps:.0f} launches"
+    )
+    for name, us in sorted(totals.items(), key=lambda item: -sum(item[1]))[:22]:
+        print(f"      {sum(us) / steps:8.1f} us {len(us) / steps:7.1f} x {sum(us) / len(us):7.2f}  {name}")
+
+
+def bench(
+    model: nn.Module, size: str, fmt: str, args: argparse.Namespace, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    vocabulary = SHAPES[size].vocabulary
+    layers = args.layers or SHAPES[size].layers
+    sampling = SamplingParams(temperature=1.0)
+    records = []
+    for batch in args.batch:
+        engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.new))
+        started = time.perf_counter()
+        timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
+        first = time.perf_counter() - started
+        whole = timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
+        short = timed(engine, batch, args.prompt, 9, vocabulary, sampling)
+        step = (whole - short) / (args.new - 9)
+        context = args.prompt + (args.new + 9) / 2
+        floor = floor_bytes(size, fmt, layers, args.rank, batch, context) / BANDWIDTH
+        records.append(
+            {
+                "bench": "decode", "model": size, "format": fmt, "rank": args.rank, "batch": batch, "layers": layers,
+                "prompt": args.prompt, "new": args.new,
+                "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
+                "tokens_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4), "first_s": round(first, 2),
+                "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            } | common
+        )  # fmt: skip
+        print(
+            f"{size} {fmt} r{args.rank} batch {batch}: step {step * 1e3:.3f} ms ({step / floor:.2f} x floor), "
+            f"{batch / step:.0f} tokens/s, prefill {short - 9 * step:.3f} s, first call {first:.1f} s",
+            flush=True,
+        )
+        if batch in args.profile:
+            profile(partial(timed, engine, batch, args.prompt, _PROFILED, vocabulary, sampling), _PROFILED)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["7B"])
+    parser.add_argument("--formats", nargs="+", choices=("nvfp4", "mxfp4", "bf16"), default=["nvfp4", "bf16"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters; 0: none")
+    parser.add_argument("--layers", type=int, default=None, help="instead of all (to try things)")
+    parser.add_argument("--profile", nargs="*", type=int, default=[], help="batch sizes whose kernels are listed")
+    parser.add_argument("--run", default=time.strftime("%Y%m%d-%H%M%S"), help="id of the run, in every record")
+    parser.add_argument("--commit", default=None, help="in every record; default: what git says")
+    parser.add_argument("--out", default=None, help="file to append to, - to print; default: by the GPU's name")
+    args = parser.parse_args()
+    gpu = torch.cuda.get_device_name()
+    common = {"run": args.run, "commit": args.commit or harness.commit(), "gpu": gpu, "versions": harness.versions()}
+    for size in args.models:
+        for fmt in args.formats:
+            started = time.perf_counter()
+            model = random_model(size, fmt, torch.device("cuda"), rank=args.rank, layers=args.layers)
+            torch.cuda.synchronize()
+            made, held = time.perf_counter() - started, torch.cuda.memory_allocated() / 1e9
+            print(f"{size} {fmt}: made in {made:.1f} s, {held:.1f} GB", flush=True)
+            harness.write(bench(model, size, fmt, args, common), args.out, gpu)
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Programmatic dependent launch for the Triton kernels: a kernel starts while the one before it in the stream ends.
+
+    wait_for_previous(OVERLAP)     first thing in a kernel: lets the next one start, then waits for the one before it
+    kernel[grid](.., **overlaps(device))
+
+What a start costs (about a microsecond, of two that a small kernel takes) then passes beside the kernel before, and the
+weights that w4a16 loads before its own wait come while the small kernels between two products run. It is safe since
+each kernel waits for its predecessor before it reads or writes anything: what is complete for one is for all that
+follow. sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """What earlier kernels wrote is there; what they read may be written."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def overlaps(device: torch.device) -> dict[str, Any]:
+    """The arguments of a launch: whether it overlaps the kernel before it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
