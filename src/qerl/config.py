@@ -236,6 +236,9 @@ class RolloutConfig(Section):
     """Most sequences that decode at a time."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; off, each of a step's kernels is launched anew (slower, the same tokens)."""
+    batch_invariant: bool = False
+    """A completion has the same bits whatever else is in the batch: products in blocks of 64 tokens, prompts cut and
+    attended to alone, no completion interrupted. Slower, above all for few sequences (docs/engine.md)."""
     kv_cache_tokens: int | None = Field(default=None, ge=64)
     """Most tokens that the KV cache holds; what max_batch_size sequences of full length need is never exceeded."""
     kv_cache_memory: str | None = None

@@ -9,6 +9,9 @@ of all tokens were stored where `destination(layer)` says.
     ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
     DecodeAttention   goes over pages (kernels/attention)
 
+`alone`: every sequence in a call of its own, so that its bits depend on its own tokens only; decode attention's kernel
+on a GPU does without.
+
 Leaves out sliding windows (engine/model.py refuses contexts that would need one).
 """
 
@@ -23,7 +26,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from qerl.engine.kv_cache import PAGE_SIZE, KVCache
+from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.rope import Destination
 from qerl.nn.attention import Packing, attend_packed
@@ -70,7 +73,13 @@ class ChunkAttention:
     """
 
     def __init__(
-        self, cache: KVCache, starts: Sequence[int], lengths: Sequence[int], pages: Sequence[Sequence[int]]
+        self,
+        cache: KVCache,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        *,
+        alone: bool = False,
     ) -> None:
         """Of each chunk: tokens before it, its own, and its sequence's pages. Those that nothing precedes come last."""
         device = cache.pool.device
@@ -84,7 +93,9 @@ class ChunkAttention:
         assert all(starts[:num_continued]), "chunks that continue a sequence come first"
         self._contexts = [r.to(device) for r in rows[:num_continued]]
         self._lengths = list(lengths[:num_continued])
-        self._whole = PromptAttention(lengths[num_continued:], device) if num_continued < len(starts) else None
+        whole = list(lengths[num_continued:])
+        rows_of_calls = [[length] for length in whole] if alone else [whole] if whole else []
+        self._whole = [(sum(of_call), PromptAttention(of_call, device)) for of_call in rows_of_calls]
 
     def destination(self, layer: int) -> Destination:
         """See `Attention`."""
@@ -102,17 +113,27 @@ class ChunkAttention:
                 queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
             )
             outputs.append(y[0].transpose(0, 1).flatten(1))
-        if self._whole is not None:
-            outputs.append(self._whole(layer, q[num_continued:], k[num_continued:], v[num_continued:]))
+        first = num_continued
+        for length, attend in self._whole:
+            rows = slice(first, first := first + length)
+            outputs.append(attend(layer, q[rows], k[rows], v[rows]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class DecodeAttention:
     """One token of each of b sequences, at the end of its pages."""
 
-    def __init__(self, cache: KVCache, page_table: Int64[Tensor, "b pages"], positions: Int64[Tensor, " b"]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        page_table: Int64[Tensor, "b pages"],
+        positions: Int64[Tensor, " b"],
+        *,
+        alone: bool = False,
+    ) -> None:
         """positions: of the new token in its sequence; page_table has enough pages for the longest."""
         self._cache, self._page_table, self._lengths = cache, page_table, positions + 1
+        self._pages = [num_pages(length) for length in self._lengths.tolist()] if alone else None
         page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
         self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
 
@@ -122,4 +143,12 @@ class DecodeAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
-        return decode_attention(q, self._cache.pool[layer], self._page_table, self._lengths).flatten(1)
+        pages = self._cache.pool[layer]
+        if self._pages is None:
+            return decode_attention(q, pages, self._page_table, self._lengths).flatten(1)
+        rows = [slice(i, i + 1) for i in range(len(q))]
+        outputs = [
+            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i])
+            for i, n in zip(rows, self._pages, strict=True)
+        ]
+        return torch.cat(outputs).flatten(1)

@@ -35,6 +35,7 @@ from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
+from qerl.kernels.attention import HEAD_DIMS
 from qerl.nn.lora import LoraLinear, lora_factors
 from qerl.nn.structure import decoder_layers, max_positions
 from qerl.noise import NoiseDraw
@@ -57,6 +58,11 @@ def build_engine(
         reason = f"its layers see {window} tokens, fewer than rollout.max_completion_length needs"
     if config.engine == "qerl" and reason is not None:
         raise ValueError(f'rollout.engine = "qerl" cannot sample from this model: {reason}; use "auto" or "hf"')
+    if config.batch_invariant and (config.engine == "hf" or reason is not None):
+        raise ValueError(
+            f"rollout.batch_invariant is of qerl's own engine, and this run samples through transformers: "
+            f"{reason or 'rollout.engine is hf'}; set it to false"
+        )
     if config.engine == "hf" or reason is not None:
         return TransformersEngine(model, eos_ids=eos_ids, config=config, reason=reason or 'rollout.engine is "hf"')
     return PagedEngine(model, eos_ids=eos_ids, config=config, max_prompt_length=max_prompt_length)
@@ -79,7 +85,9 @@ class PagedEngine:
         self._model, self._eos_ids, self._config = model, list(eos_ids), config
         self._window, self._max_positions = sliding_window(model), max_positions(model)
         with torch.inference_mode():
-            self._decoder = decoder = Decoder(model)
+            self._decoder = decoder = Decoder(model, batch_invariant=config.batch_invariant)
+        if config.batch_invariant and decoder.device.type == "cuda":
+            _check_has_kernel(decoder.dtype, decoder.head_dim)
         page_numbers = decoder.num_layers * 2 * PAGE_SIZE * decoder.kv_heads * decoder.head_dim
         self._page_bytes, self._total_bytes = page_numbers * decoder.dtype.itemsize, total_bytes(decoder.device)
         self._sizes = _Sizes(0, 0, 0)
@@ -145,6 +153,7 @@ class PagedEngine:
             num_slots=self._sizes.slots,
             prefill_tokens=self._config.prefill_tokens,
             steps_per_look=runner.steps_per_look,
+            batch_invariant=self._config.batch_invariant,
         )
         while not scheduler.is_done:
             for draft, completion in step(scheduler, runner):
@@ -194,6 +203,7 @@ class PagedEngine:
                 pages_per_slot=sizes.pages_per_slot,
                 max_new_tokens=sizes.max_new_tokens,
                 graphs=self._config.cuda_graphs,
+                batch_invariant=self._config.batch_invariant,
             )
             self._captured = captured
         self._runner.reset()
@@ -245,6 +255,15 @@ def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]
     if ended:
         runner.move(moves, len(running))
     return list(zip(drafts, completions, strict=True))
+
+
+def _check_has_kernel(dtype: torch.dtype, head_dim: int) -> None:
+    """ValueError where decode attention on a GPU would not be the kernel, whose bits depend on one sequence only."""
+    if dtype != torch.bfloat16 or head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"rollout.batch_invariant on a GPU needs bfloat16 and heads of {HEAD_DIMS}, the model has {dtype} and "
+            f'heads of {head_dim}: set model.dtype = "bfloat16", or rollout.batch_invariant = false'
+        )
 
 
 def _adapter_sizes(model: nn.Module) -> list[tuple[int, float] | None]:

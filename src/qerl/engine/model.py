@@ -27,6 +27,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from qerl.engine.attention import Attention
+from qerl.engine.blocks import in_blocks
 from qerl.engine.norms import Gains, NormBuffers
 from qerl.engine.projection import Projection, base_linear
 from qerl.kernels.activation import swiglu
@@ -52,8 +53,12 @@ class _Layer:
 class Decoder:
     """See the module's text. All sizes of the cache are here: num_layers, kv_heads, head_dim, dtype, device."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """model: transformers' causal language model, with or without PEFT, that `unsupported` has nothing against."""
+    def __init__(self, model: nn.Module, *, batch_invariant: bool = False) -> None:
+        """model: transformers' causal language model, with or without PEFT, that `unsupported` has nothing against.
+
+        batch_invariant: products in blocks (blocks.py), so that a token's bits do not depend on the others.
+        """
+        self._batch_invariant = batch_invariant
         body, head = structure.decoder(model), structure.head(model)
         embedding, final_norm = cast(nn.Embedding, body.get_input_embeddings()), cast(nn.Module, body.norm)
         layers: list[Any] = list(structure.decoder_layers(model))
@@ -86,7 +91,8 @@ class Decoder:
         )
 
     def _projection(self, module: nn.Module, *names: str) -> Projection:
-        return Projection([getattr(module, name) for name in names], self.dtype)
+        linears = [getattr(module, name) for name in names]
+        return Projection(linears, self.dtype, batch_invariant=self._batch_invariant)
 
     @property
     def projections(self) -> list[Projection]:
@@ -124,7 +130,10 @@ class Decoder:
 
     def logits(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:
         """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py)."""
-        return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias)
+        hidden = hidden.to(self._head.dtype)
+        if self._batch_invariant:
+            return in_blocks(lambda block: [F.linear(block, self._head, self._head_bias)], hidden)[0]
+        return F.linear(hidden, self._head, self._head_bias)
 
 
 def unsupported(model: nn.Module) -> str | None:

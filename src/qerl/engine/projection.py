@@ -12,6 +12,8 @@ INT4) are dequantised side by side into one scratch matrix, and are one product 
     anything else                             beside it, in the trainer's order and rounding (nn/lora.py): all x A_i^T
                                               as one product, all B_i and the addition in one pass (kernels/lora)
 
+Batch-invariant ones take the tokens in blocks of always the same size (blocks.py).
+
 Called by model.py. Leaves out all adapters but LoRA.
 """
 
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from qerl.engine.blocks import in_blocks
 from qerl.kernels.adapter import MAX_RANK, Factors, PackedAdapter, pack_adapter
 from qerl.kernels.coded import CodedWeight, coded_product
 from qerl.kernels.layout import PackedWeight
@@ -39,10 +42,10 @@ Weight = PackedWeight | list[CodedWeight] | Tensor
 class Projection:
     """x [.., K] -> y_0 [.., N_0], y_1 [.., N_1], ...: one of a decoder layer's four products."""
 
-    def __init__(self, linears: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, linears: Sequence[nn.Module], dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
         """linears: as they stand in the model, with or without PEFT's wrapper; dtype: of x."""
         self._linears = list(linears)
-        self._dtype = dtype
+        self._dtype, self._batch_invariant = dtype, batch_invariant
         self._bases = [base_linear(linear) for linear in linears]
         self._sizes = [base.out_features for base in self._bases]
         self._products = _fuse(self._bases)
@@ -53,6 +56,11 @@ class Projection:
 
     def __call__(self, x: Float[Tensor, "*batch k"], gain: float = 1.0) -> Sequence[Float[Tensor, "*batch n"]]:
         """One output a linear; `gain` multiplies the adapters' part (the probe asks for 0 and for large ones)."""
+        if self._batch_invariant:
+            return in_blocks(lambda block: self._outputs(block, gain), x)
+        return self._outputs(x, gain)
+
+    def _outputs(self, x: Float[Tensor, "*batch k"], gain: float) -> Sequence[Float[Tensor, "*batch n"]]:
         adapter = self._within
         if adapter is not None and gain != 1:
             adapter = adapter._replace(scaling=adapter.scaling * gain)

@@ -34,7 +34,6 @@ from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
 from qerl.engine.sampler import sample, signed_key
-from qerl.kernels.sample import Sampled
 from qerl.types import Completion, SamplingParams
 
 STEPS_PER_LOOK = {"cpu": 1}
@@ -83,9 +82,11 @@ class Runner:
         pages_per_slot: int,
         max_new_tokens: int,
         graphs: bool,
+        batch_invariant: bool = False,
     ) -> None:
         """The cache's last page is the spare one, which no sequence has; graphs: replay decode steps as CUDA graphs."""
         self._decoder, self._cache, self._sampling = decoder, cache, sampling
+        self._batch_invariant = batch_invariant
         self._eos_ids = frozenset(eos_ids)
         self._eos = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=decoder.device)
         self._prompt_logits: dict[int, Float[Tensor, " v"]] = {}
@@ -130,6 +131,7 @@ class Runner:
             [chunk.start for chunk in chunks],
             [len(chunk.tokens) for chunk in chunks],
             [chunk.pages for chunk in chunks],
+            alone=self._batch_invariant,
         )
         hidden = decoder.forward(tokens, positions, self._chunk_gains(chunks), attend)
         ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
@@ -197,7 +199,7 @@ class Runner:
         for group in groups:
             if group.num_fresh == 0:
                 self._prompt_logits.pop(group.index, None)
-        self._record(slots, sample(logits, slots.seeds, slots.counts, self._sampling))
+        self._sample(slots, logits)
 
     def map_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter pages into the table: (slot, place among its sequence's pages, page)."""
@@ -217,12 +219,14 @@ class Runner:
     def _step(self, num_slots: int, pages: int) -> None:
         decoder, slots = self._decoder, self._slots.range(0, num_slots)
         gains = Gains(slots.gains.transpose(0, 1) if decoder.norms.per_slot else decoder.norms.shared)
-        attend = DecodeAttention(self._cache, slots.page_table[:, :pages], slots.positions)
+        alone = self._batch_invariant and decoder.device.type != "cuda"
+        attend = DecodeAttention(self._cache, slots.page_table[:, :pages], slots.positions, alone=alone)
         hidden = decoder.forward(slots.tokens, slots.positions, gains, attend)
-        self._record(slots, sample(decoder.logits(hidden), slots.seeds, slots.counts, self._sampling))
+        self._sample(slots, decoder.logits(hidden))
 
-    def _record(self, slots: _Slots, sampled: Sampled) -> None:
-        """Note one drawn token a slot; slots that had ended before stay as they are."""
+    def _sample(self, slots: _Slots, logits: Float[Tensor, "slots v"]) -> None:
+        """Draw and note one token a slot; slots that had ended before stay as they are."""
+        sampled = sample(logits, slots.seeds, slots.counts, self._sampling, batch_invariant=self._batch_invariant)
         column = slots.counts[:, None]
         slots.drawn_tokens.scatter_(1, column, sampled.tokens[:, None])
         slots.drawn_logprobs.scatter_(1, column, sampled.logprobs[:, None])

@@ -19,23 +19,34 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
+from qerl.engine.blocks import in_blocks
 from qerl.kernels.sample import Sampled
 from qerl.kernels.sample import sample as draw
 from qerl.types import SamplingParams
 
 
 def sample(
-    logits: Float[Tensor, "b v"], seeds: Int64[Tensor, " b"], counts: Int64[Tensor, " b"], params: SamplingParams
+    logits: Float[Tensor, "b v"],
+    seeds: Int64[Tensor, " b"],
+    counts: Int64[Tensor, " b"],
+    params: SamplingParams,
+    *,
+    batch_invariant: bool = False,
 ) -> Sampled:
     """Draw one token a row.
 
-    seeds: the completions' 64-bit keys, as signed numbers; counts: how many tokens each completion has so far.
+    seeds: the completions' 64-bit keys, as signed numbers; counts: how many tokens each completion has so far;
+    batch_invariant: truncation, too, sums in an order that does not depend on b, as the draw always does.
     Ties of greedy decoding, and at the edge of top-k or top-p, go to the lower token id.
     """
     temperatures = torch.full(logits.shape[:1], params.temperature, device=logits.device)
     kept = None
     if params.truncates and not params.greedy:
-        kept = kept_tokens((logits.float() / params.temperature).log_softmax(-1), params)
+
+        def truncated(rows: Float[Tensor, "rows v"]) -> list[Bool[Tensor, "rows v"]]:
+            return [kept_tokens((rows.float() / params.temperature).log_softmax(-1), params)]
+
+        (kept,) = in_blocks(truncated, logits) if batch_invariant else truncated(logits)
     return draw(logits, temperatures, seeds, counts, greedy=params.greedy, kept=kept)
 
 

@@ -17,6 +17,7 @@ Host only: plain integers, no torch. The runner repeats the moves on the tensors
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,22 @@ class Scheduler:
     """The queue and the slots of one call of `generate`."""
 
     def __init__(
-        self, groups: Iterable[Group], pool: PagePool, *, num_slots: int, prefill_tokens: int, steps_per_look: int
+        self,
+        groups: Iterable[Group],
+        pool: PagePool,
+        *,
+        num_slots: int,
+        prefill_tokens: int,
+        steps_per_look: int,
+        batch_invariant: bool = False,
     ) -> None:
-        """prefill_tokens: budget of a step; steps_per_look: most decode steps between two calls of `reserve`."""
+        """prefill_tokens: budget of a step; steps_per_look: most decode steps between two calls of `reserve`.
+
+        batch_invariant: where a prompt is cut depends on itself alone, and no draft is interrupted, since those that
+        run can always go on to their end.
+        """
         assert steps_per_look < LOOKAHEAD
+        self._batch_invariant = batch_invariant
         self.waiting = deque(Draft(group, sample) for group in groups for sample in range(group.num_fresh))
         self.running: list[Draft] = []
         self._pool, self._num_slots = pool, num_slots
@@ -83,6 +96,7 @@ class Scheduler:
                 by_age[num_ready].pages += self._pool.allocate(missing)
                 num_ready += 1
             elif not self._take_from_head():
+                assert not self._batch_invariant, "a draft started without the pages to end"
                 youngest = by_age.pop()
                 youngest.group.num_running -= 1
                 self._give_back(youngest)
@@ -104,11 +118,12 @@ class Scheduler:
         """
         chunks: list[Chunk] = []
         started: list[Draft] = []
-        ahead = sum(draft.missing_pages(LOOKAHEAD) for draft in self.running)
+        lookahead = sys.maxsize if self._batch_invariant else LOOKAHEAD
+        ahead = sum(draft.missing_pages(lookahead) for draft in self.running)
         while self.waiting and len(self.running) < self._num_slots:
             draft, group = self.waiting[0], self.waiting[0].group
             prompt_pages = 0 if group.pages else num_pages(group.prompt_length)
-            if prompt_pages + draft.missing_pages(LOOKAHEAD) + ahead > self._pool.num_free:
+            if prompt_pages + draft.missing_pages(lookahead) + ahead > self._pool.num_free:
                 break
             group.pages += self._pool.allocate(prompt_pages)
             if not self._prefill(chunks, group, None, group.prompt_length):
@@ -120,7 +135,7 @@ class Scheduler:
                 break
             self._start(draft)
             started.append(draft)
-            ahead += draft.missing_pages(LOOKAHEAD)
+            ahead += draft.missing_pages(lookahead)
         assert self.running or chunks or not self.waiting, "a draft waits that does not fit an empty cache"
         return Admission(chunks, started)
 
@@ -147,6 +162,8 @@ class Scheduler:
         """Add tokens of a prompt, or of a draft, to the step's, up to `stop`; whether they are all written then."""
         sequence = group if draft is None else draft
         budget = self._prefill_tokens - sum(len(chunk.tokens) for chunk in chunks)
+        if self._batch_invariant and budget < min(stop - sequence.num_written, self._prefill_tokens):
+            return False  # what others have left of the budget must not decide where a prompt is cut
         tokens = sequence.tokens[sequence.num_written : min(stop, sequence.num_written + budget)]
         start, sequence.num_written = sequence.num_written, sequence.num_written + len(tokens)
         is_whole = sequence.num_written == stop

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qerl.config import RunConfig
+from qerl.engine.blocks import BLOCK
 from qerl.engine.budget import num_pool_pages
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
@@ -263,10 +264,11 @@ def _sampling_parts(
     width = 3 * shape.intermediate + 3 * shape.hidden + q + 2 * kv
     logits = slots * shape.vocabulary
     prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
+    rows = _round_up(slots, BLOCK) if config.rollout.batch_invariant else slots
     return {
         "slots": slots * state,
         "prefill": (_prefill_tokens(config, call, prompt, new) * width + prompt_logits) * b,
-        "decode step": slots * width * b + logits * b,
+        "decode step": rows * (width + shape.vocabulary) * b,
     } | ({"truncation": logits * _TRUNCATION_BYTES} if call.truncates else {})
 
 
