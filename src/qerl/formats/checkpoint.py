@@ -96,19 +96,13 @@ class Checkpoint:
         n, half = packed.shape
         blocks = (n, half * 2 // BLOCKS[format])
         if format == "mxfp4":
-            t = MXFP4Tensor(packed, self._checked(f"{module}.weight_scale", torch.uint8, blocks))
-            refuse_nan(t, self._place(f"{module}.weight_scale"))
-            return t
-        block_scale = self._checked(f"{module}.weight_scale", torch.float8_e4m3fn, blocks)
-        if (block_scale.view(torch.uint8) > 126).any():
-            raise ValueError(
-                f"{self._place(f'{module}.weight_scale')} has negative or NaN scales: a damaged checkpoint?"
-            )
-        global_name = f"{module}.weight_global_scale" if divides else f"{module}.weight_scale_2"
-        global_scale = self._checked(global_name, torch.float32).reshape(-1)
-        if global_scale.numel() != 1 or not (global_scale.isfinite() & (global_scale > 0)).all():
-            raise ValueError(f"{self._place(global_name)} must be one positive number, is {global_scale}")
-        return NVFP4Tensor(packed, block_scale, 1 / global_scale if divides else global_scale)
+            block_scale, global_scale = self._checked(f"{module}.weight_scale", torch.uint8, blocks), None
+        else:
+            block_scale = self._checked(f"{module}.weight_scale", torch.float8_e4m3fn, blocks)
+            name = f"{module}.weight_global_scale" if divides else f"{module}.weight_scale_2"
+            global_scale = self._checked(name, torch.float32)
+        place = self._place(f"{module}.weight_scale").removesuffix(".weight_scale")
+        return from_stored(packed, block_scale, global_scale, divides=divides, place=place)
 
     def _file(self, name: str) -> Any:
         if name not in self._shard_of:
@@ -125,6 +119,27 @@ class Checkpoint:
         if shape is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{self._place(name)} has shape {list(tensor.shape)}, where {list(shape)} was expected")
         return tensor
+
+
+def from_stored(
+    packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, *, divides: bool, place: str
+) -> PackedCodes:
+    """What a packed layer's stored tensors stand for: NVFP4, or without a global scale MXFP4.
+
+    divides: whether the stored global scale is the inverse of ours, as compressed-tensors has it; place: of the layer,
+    for errors. ValueError for scales that no quantiser writes.
+    """
+    if global_scale is None:
+        codes = MXFP4Tensor(packed, block_scale)
+        refuse_nan(codes, f"{place}.weight_scale")
+        return codes
+    if (block_scale.view(torch.uint8) > 126).any():
+        raise ValueError(f"{place}.weight_scale has negative or NaN scales: a damaged checkpoint?")
+    global_scale = global_scale.reshape(-1)
+    if global_scale.numel() != 1 or not (global_scale.isfinite() & (global_scale > 0)).all():
+        name = "weight_global_scale" if divides else "weight_scale_2"
+        raise ValueError(f"{place}.{name} must be one positive number, is {global_scale}")
+    return NVFP4Tensor(packed, block_scale, 1 / global_scale if divides else global_scale)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

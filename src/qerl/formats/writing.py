@@ -154,14 +154,14 @@ def write_quantized(
         codes = codec.quantize(weight, shared=shared[members], name=name)
         if observe is not None:
             observe(module, weight, codes)
-        return _as_stored(module, codes)
+        return as_stored(module, codes)
 
     kept = [
         name.removesuffix(".weight")
         for name in source.names()
         if name.endswith(".weight") and name.removesuffix(".weight") not in groups and len(source.shape(name)) == 2
     ]
-    config = {"quantization_config": _quantization_config(format, sorted({"lm_head", *kept}))}
+    config = {"quantization_config": compressed_tensors_config(format, sorted({"lm_head", *kept}))}
     return {
         "packed_layers": len(groups),
         "kept_layers": [name for name in kept if _IN_A_LAYER.search(name)],
@@ -206,15 +206,15 @@ def _is_linear(source: DenseSource, name: str, block: int) -> bool:
     return len(shape) == 2 and shape[1] % block == 0
 
 
-def _as_stored(module: str, codes: PackedCodes) -> list[tuple[str, Tensor]]:
-    """A packed layer's tensors as compressed-tensors names them."""
+def as_stored(module: str, codes: PackedCodes) -> list[tuple[str, Tensor]]:
+    """A packed layer's tensors, on the host, as compressed-tensors names them."""
     tensors = [(f"{module}.weight_packed", codes.packed.cpu()), (f"{module}.weight_scale", codes.block_scale.cpu())]
     if isinstance(codes, NVFP4Tensor):
         tensors.append((f"{module}.weight_global_scale", (1 / codes.global_scale).cpu()))
     return tensors
 
 
-def _quantization_config(format: PackedFormat, ignore: list[str]) -> dict[str, Any]:
+def compressed_tensors_config(format: PackedFormat, ignore: list[str]) -> dict[str, Any]:
     """config.json's entry for 4-bit weights and bf16 activations (compressed-tensors' presets NVFP4A16, MXFP4A16)."""
     weights = {
         "num_bits": 4,

@@ -2,5 +2,6 @@
 
 | module | what it is |
 |---|---|
+| `transformers.py` | NVFP4 and MXFP4 as quantization methods of from_pretrained, with PEFT on top |
 | `trl.py` | AQNCallback: adaptive quantization noise for TRL's trainers |
 """

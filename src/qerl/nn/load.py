@@ -132,8 +132,8 @@ def open_base(config: ModelConfig) -> Base:
     _materialize_buffers(model, device)
     _replace_norms(model)
     source = Source(checkpoint, model)
-    groups = _plan_linears(model, source, config)
-    _check_names(model, source, groups)
+    groups = plan_linears(model, source, config)
+    check_names(model, source, groups)
     return Base(config, folder, model, source, groups, device)
 
 
@@ -305,7 +305,7 @@ class Source:
         return self.checkpoint.tensor(self.tensors[name])
 
 
-def _plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) -> list[Group]:
+def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) -> list[Group]:
     """Every linear of the decoder layers, in fused groups, and whether it is packed."""
     layers = decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
@@ -361,7 +361,7 @@ def _fused(linears: list[str]) -> Iterator[tuple[str, ...]]:
             yield names
 
 
-def _check_names(model: PreTrainedModel, source: Source, groups: list[Group]) -> None:
+def check_names(model: PreTrainedModel, source: Source, groups: list[Group]) -> None:
     """ValueError for what the model needs and the folder lacks; a warning for what the folder has in vain."""
     tied = set(model.all_tied_weights_keys)
     packed = {name for group in groups if group.packed for name in group.names if source.is_packed(name)}
