@@ -29,6 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.rope import Destination
+from qerl.kernels.slots import locate
 from qerl.nn.attention import Packing, attend_packed
 
 
@@ -132,10 +133,9 @@ class DecodeAttention:
         alone: bool = False,
     ) -> None:
         """positions: of the new token in its sequence; page_table has enough pages for the longest."""
-        self._cache, self._page_table, self._lengths = cache, page_table, positions + 1
+        self._cache, self._page_table = cache, page_table
+        self._rows, self._lengths = locate(page_table, positions, PAGE_SIZE)
         self._pages = [num_pages(length) for length in self._lengths.tolist()] if alone else None
-        page = page_table.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
-        self._rows = page * PAGE_SIZE + positions % PAGE_SIZE
 
     def destination(self, layer: int) -> Destination:
         """See `Attention`."""

@@ -64,7 +64,7 @@ class Decoder:
         layers: list[Any] = list(structure.decoder_layers(model))
         self._embedding: Float[Tensor, "v h"] = embedding.weight.detach()
         self._head, self._head_bias = head.weight.detach(), head.bias
-        self._rotary: Any = body.rotary_emb
+        self._angles = _angles(body.rotary_emb, self._embedding, body.config.max_position_embeddings)
         self._eps: float = body.config.rms_norm_eps
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.vocab_size, self.num_layers = len(self._embedding), len(layers)
@@ -115,7 +115,7 @@ class Decoder:
     ) -> Float[Tensor, "t h"]:
         """Hidden states after the final norm. `attend` says what each token sees; adapter_gain multiplies adapters."""
         x = F.embedding(tokens, self._embedding)
-        cos, sin = (angle[0, :, : self.head_dim // 2] for angle in self._rotary(x, positions[None]))
+        cos, sin = self._angles[positions].unbind(1)
         final_norm, *head_gains = self.norms.others
         delta = None  # what the block before adds to x: added by the next norm
         for i, layer in enumerate(self._layers):
@@ -134,6 +134,15 @@ class Decoder:
         if self._batch_invariant:
             return in_blocks(lambda block: [F.linear(block, self._head, self._head_bias)], hidden)[0]
         return F.linear(hidden, self._head, self._head_bias)
+
+
+def _angles(rotary: nn.Module, like: Tensor, positions: int) -> Float[Tensor, "positions 2 half"]:
+    """Cosines and sines of every position, as the model's own module computes them; a gather finds a step's."""
+    rows = []
+    for some in torch.arange(positions, device=like.device).split(8192):
+        cos, sin = rotary(like[:1], some[None])
+        rows.append(torch.stack((cos[0], sin[0]), 1)[:, :, : cos.shape[-1] // 2])
+    return torch.cat(rows)
 
 
 def unsupported(model: nn.Module) -> str | None:

@@ -34,6 +34,7 @@ from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
 from qerl.engine.sampler import sample, signed_key
+from qerl.kernels.slots import Progress, advance_
 from qerl.types import Completion, SamplingParams
 
 STEPS_PER_LOOK = {"cpu": 1}
@@ -227,15 +228,7 @@ class Runner:
     def _sample(self, slots: _Slots, logits: Float[Tensor, "slots v"]) -> None:
         """Draw and note one token a slot; slots that had ended before stay as they are."""
         sampled = sample(logits, slots.seeds, slots.counts, self._sampling, batch_invariant=self._batch_invariant)
-        column = slots.counts[:, None]
-        slots.drawn_tokens.scatter_(1, column, sampled.tokens[:, None])
-        slots.drawn_logprobs.scatter_(1, column, sampled.logprobs[:, None])
-        slots.drawn_entropies.scatter_(1, column, sampled.entropies[:, None])
-        slots.tokens.copy_(sampled.tokens)
-        going = ~slots.finished
-        slots.counts += going
-        slots.positions += going
-        slots.finished |= (slots.tokens[:, None] == self._eos).any(1) | (slots.counts == slots.limits)
+        advance_(Progress(*(getattr(slots, name) for name in Progress._fields)), *sampled, self._eos)
 
     def take(self, slots: Sequence[int], drafts: Sequence[Draft]) -> list[Completion]:
         """What the drafts in these slots have drawn, before they last gave their pages back and since."""
