@@ -64,7 +64,7 @@ class Decoder:
         layers: list[Any] = list(structure.decoder_layers(model))
         self._embedding: Float[Tensor, "v h"] = embedding.weight.detach()
         self._head, self._head_bias = head.weight.detach(), head.bias
-        self._angles = _angles(body.rotary_emb, self._embedding, body.config.max_position_embeddings)
+        self._angles = _angles(cast(nn.Module, body.rotary_emb), self._embedding, body.config.max_position_embeddings)
         self._eps: float = body.config.rms_norm_eps
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.vocab_size, self.num_layers = len(self._embedding), len(layers)

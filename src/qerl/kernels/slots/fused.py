@@ -43,20 +43,12 @@ def advance_fused_(
     drawn = (p.drawn_tokens, p.drawn_logprobs, p.drawn_entropies)
     assert len({x.stride() for x in drawn}) == 1 and p.drawn_tokens.stride(1) == 1
     assert all(x.stride() == (1,) for x in (*p[:5], tokens, logprobs, entropies, eos))
-    more: Any = {"NUM_EOS": len(eos), **_SIZES, **overlaps(tokens.device)}
+    more: Any = {"EOS": triton.next_power_of_2(max(1, len(eos))), **_SIZES, **overlaps(tokens.device)}
     with torch.cuda.device_of(tokens):
         _advance_kernel[(triton.cdiv(b, 32),)](
-            *p[:4],
-            p.finished.view(torch.uint8),
-            *drawn,
-            tokens,
-            logprobs,
-            entropies,
-            eos,
-            b,
-            drawn[0].stride(0),
-            **more,
-        )
+            *p[:4], p.finished.view(torch.uint8), *drawn, tokens, logprobs, entropies, eos, len(eos), b,
+            drawn[0].stride(0), **more,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -77,8 +69,8 @@ def _locate_kernel(
 def _advance_kernel(
     tokens_ptr, positions_ptr, counts_ptr, limits_ptr, finished_ptr,
     drawn_tokens_ptr, drawn_logprobs_ptr, drawn_entropies_ptr,
-    new_tokens_ptr, logprobs_ptr, entropies_ptr, eos_ptr, b, stride,
-    NUM_EOS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    new_tokens_ptr, logprobs_ptr, entropies_ptr, eos_ptr, num_eos, b, stride,
+    EOS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -96,6 +88,7 @@ def _advance_kernel(
     tl.store(counts_ptr + i, count, mask=inside)
     tl.store(positions_ptr + i, tl.load(positions_ptr + i, mask=inside, other=0) + step, mask=inside)
     ends = had_ended | (count == tl.load(limits_ptr + i, mask=inside, other=0))
-    for e in tl.static_range(NUM_EOS):
-        ends = ends | (token == tl.load(eos_ptr + e))
+    e = tl.arange(0, EOS)
+    ids = tl.load(eos_ptr + e, mask=e < num_eos, other=-1)  # no token is -1
+    ends = ends | (tl.max((token[:, None] == ids[None, :]).to(tl.int32), 1) > 0)
     tl.store(finished_ptr + i, ends.to(tl.uint8), mask=inside)
