@@ -2,8 +2,8 @@
 
     python benchmarks/engine/bench_rollout.py [--models 7B] [--format nvfp4] [--longest 2048]
 
-16 prompts x 8 completions; lengths are drawn from a log-normal distribution with the median at an eighth of the longest,
-cut there. As completions end, fewer sequences decode: step s has as many as are longer than s. Its steady time is what
+16 prompts x 8 completions; lengths are drawn from a log-normal distribution whose median is an eighth of the longest, cut
+there. As completions end, fewer sequences decode: step s has as many as are longer than s. Its steady time is what
 bench_decode's method gives for so many sequences that all go on, at the context of that moment, between measured sizes
 the next larger one's (a step runs in buckets). Efficiency is the sum of these over the measured time of the rollout,
 prefill and all looks of the host included.
@@ -15,6 +15,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,55 @@ def lengths(longest: int) -> list[int]:
     return sorted(drawn.long().clamp(16, longest).tolist(), reverse=True)
 
 
+def bench(size: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The record of one model."""
+    sampling, vocabulary = SamplingParams(temperature=1.0), SHAPES[size].vocabulary
+    model = random_model(size, args.format, torch.device("cuda"), rank=args.rank)
+    engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.longest))
+    wanted = lengths(args.longest)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, vocabulary, (args.prompt,), generator=generator).tolist() for _ in range(PROMPTS)]
+    order = torch.randperm(len(wanted), generator=generator).tolist()
+    asked = [Request(prompts[i % PROMPTS], [i], wanted[j], prompt_index=i) for i, j in enumerate(order)]
+    seconds = []
+    for _ in range(2):  # the first compiles and captures
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.generate(asked, sampling)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+
+    def steady(active: int, context: int) -> float:
+        """Seconds of a step of so many sequences that hold so many tokens."""
+        short, long = (timed(engine, active, context, new, vocabulary, sampling) for new in (9, 73))
+        return (long - short) / 64
+
+    # A step runs in the next power of two; each is timed at the context that the rollout has in such steps.
+    active_at = [sum(length > step for length in wanted) for step in range(max(wanted))]
+    table: dict[int, float] = {}
+    for n in sorted({_bucket(active) for active in active_at}):
+        steps = [step for step, active in enumerate(active_at) if _bucket(active) == n]
+        table[n] = steady(min(n, len(wanted)), args.prompt + sum(steps) // len(steps))
+    ideal = sum(table[_bucket(active)] for active in active_at)
+    step_ms = {n: round(t * 1e3, 3) for n, t in table.items()}
+    print(
+        f"{size} {args.format}: {seconds[1]:.2f} s (first {seconds[0]:.2f}), steps alone {ideal:.2f} s, "
+        f"efficiency {ideal / seconds[1]:.3f}; {step_ms}",
+        flush=True,
+    )
+    return {
+        "bench": "rollout", "model": size, "format": args.format, "rank": args.rank, "prompts": PROMPTS,
+        "group": GROUP, "longest": args.longest, "tokens": sum(wanted), "seconds": round(seconds[1], 3),
+        "first_s": round(seconds[0], 3), "steps_s": round(ideal, 3), "efficiency": round(ideal / seconds[1], 4),
+        "step_ms": step_ms, "run": args.run, "commit": args.commit or harness.commit(),
+        "gpu": torch.cuda.get_device_name(), "versions": harness.versions(),
+    }  # fmt: skip
+
+
+def _bucket(active: int) -> int:
+    return 1 << (active - 1).bit_length()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["7B"])
@@ -47,48 +97,8 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="in every record; default: what git says")
     parser.add_argument("--out", default=None, help="file to append to, - to print; default: by the GPU's name")
     args = parser.parse_args()
-    gpu, sampling = torch.cuda.get_device_name(), SamplingParams(temperature=1.0)
     for size in args.models:
-        vocabulary = SHAPES[size].vocabulary
-        model = random_model(size, args.format, torch.device("cuda"), rank=args.rank)
-        engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.longest))
-        wanted = lengths(args.longest)
-        generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(0, vocabulary, (args.prompt,), generator=generator).tolist() for _ in range(PROMPTS)]
-        order = torch.randperm(len(wanted), generator=generator).tolist()
-        asked = [Request(prompts[i % PROMPTS], [i], wanted[j], prompt_index=i) for i, j in enumerate(order)]
-        seconds = []
-        for _ in range(2):  # the first compiles and captures
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            engine.generate(asked, sampling)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-
-        def steady(active: int, context: int) -> float:
-            """Seconds of a step of so many sequences that hold so many tokens."""
-            short, long = (timed(engine, active, context, new, vocabulary, sampling) for new in (9, 73))
-            return (long - short) / 64
-
-        # Sizes at which steps are timed: each at the context that the rollout has when so many are left.
-        ends = sorted(set(wanted))
-        active_at = [sum(length > step for length in wanted) for step in range(max(wanted))]
-        table: dict[int, float] = {}
-        for n in sorted({1 << (a - 1).bit_length() for a in active_at}):
-            steps = [s for s, a in enumerate(active_at) if n // 2 < a <= n]
-            table[n] = steady(min(n, len(wanted)), args.prompt + sum(steps) // len(steps))
-        ideal = sum(table[1 << (a - 1).bit_length()] for a in active_at)
-        record = {
-            "bench": "rollout", "model": size, "format": args.format, "rank": args.rank, "prompts": PROMPTS,
-            "group": GROUP, "longest": args.longest, "tokens": sum(wanted), "distinct_lengths": len(ends),
-            "seconds": round(seconds[1], 3), "first_s": round(seconds[0], 3), "steps_s": round(ideal, 3),
-            "efficiency": round(ideal / seconds[1], 4),
-            "step_ms": {n: round(t * 1e3, 3) for n, t in table.items()},
-            "run": args.run, "commit": args.commit or harness.commit(), "gpu": gpu,
-        }  # fmt: skip
-        print(f"{size} {args.format}: {seconds[1]:.2f} s (first {seconds[0]:.2f}), steps alone {ideal:.2f} s, "
-              f"efficiency {ideal / seconds[1]:.3f}; {record['step_ms']}", flush=True)  # fmt: skip
-        harness.write([record], args.out, gpu)
+        harness.write([bench(size, args)], args.out, torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

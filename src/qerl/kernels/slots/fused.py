@@ -90,5 +90,5 @@ def _advance_kernel(
     ends = had_ended | (count == tl.load(limits_ptr + i, mask=inside, other=0))
     e = tl.arange(0, EOS)
     ids = tl.load(eos_ptr + e, mask=e < num_eos, other=-1)  # no token is -1
-    ends = ends | (tl.sum((token[:, None] == ids[None, :]).to(tl.int32), 1) > 0)
+    ends = ends | (tl.sum((token[:, None] == ids[None, :]).to(tl.int32), 1) != 0)
     tl.store(finished_ptr + i, ends.to(tl.uint8), mask=inside)
