@@ -2,7 +2,7 @@
 
     python benchmarks/engine/bench_rollout.py [--models 7B] [--format nvfp4] [--longest 2048]
 
-16 prompts x 8 completions; lengths are drawn from a log-normal distribution whose median is an eighth of the longest, cut
+16 prompts x 8 completions; lengths come from a log-normal distribution whose median is an eighth of the longest, cut
 there. As completions end, fewer sequences decode: step s has as many as are longer than s. Its steady time is what
 bench_decode's method gives for so many sequences that all go on, at the context of that moment, between measured sizes
 the next larger one's (a step runs in buckets). Efficiency is the sum of these over the measured time of the rollout,
