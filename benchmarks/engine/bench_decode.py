@@ -4,7 +4,8 @@
 
 A run generates `--new` tokens after prompts of `--prompt` tokens (no token ends a completion), once to compile and
 capture, then to measure: steps, and what is left when one token is asked for, which is prefill. A step's time is the
-difference over the steps between. From batch 32 on, prompts are shared by 8. The floor is the bytes that a step must
+difference over the steps between. Then the update of adapters and norms (with its probe), and sleep, wake and what the
+first tokens cost more after it. From batch 32 on, prompts are shared by 8. The floor is the bytes that a step must
 read (products' weights, head, adapters, keys and values) at 4.2 TB/s. `--profile` adds the kernels of a step.
 
 Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them).
@@ -16,6 +17,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,14 @@ def timed(engine: PagedEngine, batch: int, prompt: int, new: int, vocabulary: in
     return seconds
 
 
+def seconds_of(action: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def profile(run: Any, steps: int) -> None:
     """Kernels of the steps by time, and how much of the span none ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
@@ -116,6 +126,10 @@ def bench(
         whole = timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
         short = timed(engine, batch, args.prompt, 9, vocabulary, sampling)
         step = (whole - short) / (args.new - 9)
+        sync = seconds_of(partial(engine.sync, None))
+        engine.sleep()
+        wake = seconds_of(engine.wake)
+        captured = timed(engine, batch, args.prompt, 9, vocabulary, sampling) - short
         context = args.prompt + (args.new + 9) / 2
         floor = floor_bytes(size, fmt, layers, args.rank, batch, context) / BANDWIDTH
         records.append(
@@ -124,12 +138,14 @@ def bench(
                 "prompt": args.prompt, "new": args.new,
                 "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
                 "tokens_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4), "first_s": round(first, 2),
+                "sync_ms": round(sync * 1e3, 2), "wake_ms": round(wake * 1e3, 2), "recapture_s": round(captured, 3),
                 "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
             } | common
         )  # fmt: skip
         print(
             f"{size} {fmt} r{args.rank} batch {batch}: step {step * 1e3:.3f} ms ({step / floor:.2f} x floor), "
-            f"{batch / step:.0f} tokens/s, prefill {short - 9 * step:.3f} s, first call {first:.1f} s",
+            f"{batch / step:.0f} tokens/s, prefill {short - 9 * step:.3f} s, first call {first:.1f} s, "
+            f"sync {sync * 1e3:.0f} ms, wake {wake * 1e3:.0f} ms, graphs again {captured:.2f} s",
             flush=True,
         )
         if batch in args.profile:
