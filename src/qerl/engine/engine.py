@@ -36,7 +36,7 @@ from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
 from qerl.kernels.attention import HEAD_DIMS
-from qerl.nn.lora import LoraLinear, lora_factors
+from qerl.nn.lora import is_lora, lora_factors
 from qerl.nn.structure import decoder_layers, max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
@@ -269,5 +269,5 @@ def _check_has_kernel(dtype: torch.dtype, head_dim: int) -> None:
 def _adapter_sizes(model: nn.Module) -> list[tuple[int, float] | None]:
     """Rank and scaling of every adapter: what a captured step holds of them beside addresses (projection.py)."""
     layers = decoder_layers(model)
-    factors = [lora_factors(m) for layer in layers for m in layer.modules() if isinstance(m, LoraLinear)]
+    factors = [lora_factors(m) for layer in layers for m in layer.modules() if is_lora(m)]
     return [None if f is None else (f.a.shape[0], f.scaling) for f in factors]

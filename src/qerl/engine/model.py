@@ -34,7 +34,7 @@ from qerl.kernels.activation import swiglu
 from qerl.kernels.norm import add_rms_norm_
 from qerl.kernels.rope import HeadNorms, rotate_and_store_
 from qerl.nn import structure
-from qerl.nn.lora import LoraLinear
+from qerl.nn.lora import is_lora
 from qerl.noise import SITE_NAMES, NoiseDraw
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -159,7 +159,7 @@ def unsupported(model: nn.Module) -> str | None:
     odd = [
         name
         for name, module in structure.causal_lm(model).named_modules()
-        if isinstance(module, BaseTunerLayer) and not (isinstance(module, LoraLinear) and id(module) in inside)
+        if isinstance(module, BaseTunerLayer) and not (is_lora(module) and id(module) in inside)
     ]
     if odd:
         return f"it has adapters that are not LoRA on a decoder layer's linear, such as {odd[0]}"

@@ -3,5 +3,5 @@
 | module | what it is |
 |---|---|
 | `transformers.py` | NVFP4 and MXFP4 as quantization methods of from_pretrained, with PEFT on top |
-| `trl.py` | AQNCallback: adaptive quantization noise for TRL's trainers |
+| `trl/` | AQNCallback: the noise for TRL's trainers; EngineRollout: the engine as their rollout function |
 """

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import peft
 import torch
@@ -49,14 +49,25 @@ _KEY_DOMAIN = 0x4C6F5241  # "LoRA": initialisation shares no key with noise or s
 class LoraFactors:
     """One linear's adapter: scaling * (B A)."""
 
-    a: Float32[Tensor, "r k"]
-    b: Float32[Tensor, "n r"]
+    a: Float[Tensor, "r k"]
+    """fp32, unless PEFT made it otherwise."""
+    b: Float[Tensor, "n r"]
     scaling: float
+
+
+def is_lora(linear: object) -> TypeGuard[PeftLinear]:
+    """Whether a layer is ours or PEFT's own, with at most one adapter that is B A and nothing else (no DoRA, bias)."""
+    return (
+        isinstance(linear, PeftLinear)
+        and type(linear) in (LoraLinear, PeftLinear)
+        and not (linear.lora_variant or any(linear.lora_bias.values()) or linear.fan_in_fan_out)
+        and len(linear.active_adapters) <= 1
+    )
 
 
 def lora_factors(linear: nn.Module) -> LoraFactors | None:
     """The adapter that `linear` applies now, as the masters themselves; None where it has none or it is disabled."""
-    if not isinstance(linear, LoraLinear) or linear.disable_adapters or linear.merged:
+    if not is_lora(linear) or linear.disable_adapters or linear.merged or not linear.active_adapters:
         return None
     return _factors(linear)
 
@@ -218,7 +229,7 @@ def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False)
     return adapted
 
 
-def _factors(layer: LoraLinear) -> LoraFactors:
+def _factors(layer: PeftLinear) -> LoraFactors:
     (name,) = layer.active_adapters
     a, b = (part.get_parameter(f"{name}.weight") for part in (layer.lora_A, layer.lora_B))
     return LoraFactors(a, b, layer.scaling[name])

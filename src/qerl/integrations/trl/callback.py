@@ -18,9 +18,9 @@ the sigma of the step that begins with it; or several times in one step: the n-t
 is drawn once a generation, which is `per = "rollout"`; processes that sample different data draw different noise.
 
 TRL has no log-probabilities of what transformers sampled, so its loss takes the noisy completions for the clean
-policy's own: there is no importance correction (qerl's own trainer has it). Left out, and refused: rollouts that
-do not go through `model.generate` (vLLM, continuous batching, a rollout function), Liger's norms. Source: QeRL,
-arXiv 2510.11696, section 3.3.
+policy's own: there is no importance correction (rollout.py has it). Left out, and refused: rollouts that do not go
+through `model.generate` (vLLM, continuous batching, a rollout function), Liger's norms. Source: QeRL, arXiv 2510.11696,
+section 3.3.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def find_norms(model: nn.Module) -> list[NormPlace]:
                 places.append(NormPlace(layer, name, eps))
                 continue
             raise ValueError(
-                f"AQNCallback puts noise on {patterns} of {type(causal_lm(model)).__name__}; at "
+                f"the noise goes on {patterns} of {type(causal_lm(model)).__name__}; at "
                 f"{stack}.{number}.{name} {found}: this architecture takes no noise"
             )
     return places

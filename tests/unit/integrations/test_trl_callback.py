@@ -29,7 +29,7 @@ from transformers import (
 
 from qerl import philox
 from qerl.config import ConfigError
-from qerl.integrations.trl import TRL_VERSIONS, AQNCallback, find_norms, stand_ins
+from qerl.integrations.trl.callback import TRL_VERSIONS, AQNCallback, find_norms, stand_ins
 from qerl.nn.load import EMBEDDED
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers
