@@ -17,6 +17,7 @@ import typer
 
 from qerl import __version__
 from qerl.config import ConfigError, ModelConfig, RunConfig, load_config
+from qerl.display import ByteProgress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,29 +87,57 @@ def quantize(
     target: Annotated[Path, typer.Argument(help="New folder, in compressed-tensors' format.")],
     format: Annotated[str, typer.Option(help="nvfp4 or mxfp4.")] = "nvfp4",
     scale: Annotated[
-        str, typer.Option(help="Block scales: sweep (least squares) or amax (by the largest value alone).")
-    ] = "sweep",
+        str | None,
+        typer.Option(
+            help="Block scales: sweep (least squares), amax (by the largest value alone) or, the default with "
+            "--calibrate, weighted (a sweep weighted by the activations).",
+            show_default="sweep",
+        ),
+    ] = None,
     keep: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in bf16; may be repeated.")] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Text file to calibrate on: AWQ, and weighted scales.", show_default=False)
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Of --calibrate: most windows of the text.")] = 256,
+    length: Annotated[int, typer.Option(min=2, help="Of --calibrate: tokens of a window.")] = 2048,
+    awq: Annotated[bool, typer.Option("--awq/--no-awq", help="Of --calibrate: fold AWQ's factors in.")] = True,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Write a folder's linear layers in 4 bits, shard by shard."""
+    """Write a folder's linear layers in 4 bits, shard by shard; called again after a cut, it goes on."""
+    scale = scale or ("weighted" if calibrate else "sweep")
+    if format not in ("nvfp4", "mxfp4"):
+        raise ValueError(f"--format {format}: choose nvfp4 or mxfp4")
+    if scale not in ("sweep", "amax", "weighted"):
+        raise ValueError(f"--scale {scale}: choose sweep, amax or weighted")
+    if scale == "weighted" and calibrate is None:
+        raise ValueError("--scale weighted: name the text to weigh by, --calibrate FILE")
+    if calibrate is not None and not awq and scale != "weighted":
+        raise ValueError(f"--calibrate is of no use with --no-awq and --scale {scale}: take one of them out")
+    from qerl.calibrate import calibrated_quantize
+    from qerl.evaluate.show import show_progress
     from qerl.formats.writing import quantize_checkpoint
     from qerl.nn.load import resolve_device
 
-    if format not in ("nvfp4", "mxfp4"):
-        raise ValueError(f"--format {format}: choose nvfp4 or mxfp4")
-    if scale not in ("sweep", "amax"):
-        raise ValueError(f"--scale {scale}: choose sweep or amax")
-    report = quantize_checkpoint(
-        source,
-        target,
-        format=format,
-        scale=scale,
-        keep=keep or [],
-        device=resolve_device(device),
-        progress=_show_tensors,
-    )
-    print(file=sys.stderr)
+    options: dict[str, Any] = {"format": format, "scale": "amax" if scale == "amax" else "sweep", "keep": keep or []}
+    if calibrate is None:
+        report = quantize_checkpoint(
+            source, target, **options, device=resolve_device(device), progress=ByteProgress(sys.stderr)
+        )
+    else:
+        with show_progress("calibration, layers") as progress:
+            report = calibrated_quantize(
+                source,
+                target,
+                calibrate,
+                **options,
+                awq=awq,
+                weighted=scale == "weighted",
+                length=length,
+                max_windows=windows,
+                device=device,
+                calibration_progress=progress,
+                progress=ByteProgress(sys.stderr),
+            )
     for key, value in report.items():
         print(f"{key}: {value}")
 
@@ -125,6 +154,9 @@ def export(
     base: Annotated[
         Path | None, typer.Option(help="Folder of the base model, where the run's model.path has moved.")
     ] = None,
+    unfold: Annotated[
+        bool, typer.Option("--unfold", help="Of an adapter over an AWQ base: fit it to the model before AWQ.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Write what a run has learned as a folder that other programs load."""
@@ -137,10 +169,15 @@ def export(
 
     kind = "adapter" if adapter else "merged" if merged else "requantized"
     result = export(
-        run, to, kind, format=requantize or "nvfp4", base_folder=base, device=device, progress=_show_tensors
+        run,
+        to,
+        kind,
+        format=requantize or "nvfp4",
+        base_folder=base,
+        unfold=unfold,
+        device=device,
+        progress=ByteProgress(sys.stderr),
     )
-    if kind != "adapter":
-        print(file=sys.stderr)
     print_export(result)
 
 
@@ -187,12 +224,6 @@ def inspect(
         write_json(json_file, weights, on_text)
     if plot_file is not None:
         plot_inspection(plot_file, weights, on_text)
-
-
-def _show_tensors(done: int, total: int) -> None:
-    """Progress of a command that goes through a folder's tensors."""
-    if sys.stderr.isatty() or done == total:
-        print(f"\r{done}/{total} tensors", end="", file=sys.stderr, flush=True)
 
 
 @app.command()

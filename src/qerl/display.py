@@ -229,3 +229,31 @@ class _Handler(logging.Handler):
         if self in self.logger.handlers:
             self.logger.removeHandler(self)
             self.logger.propagate = True
+
+
+class ByteProgress:
+    """Progress of what goes through a folder's bytes: amount, rate, time left. Called with (bytes done, bytes in all).
+
+    On a terminal one line that is written over; elsewhere a line every ten seconds, and the last.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._begun: tuple[float, int] | None = (
+            None  # time and bytes of the first call: a resumed run begins in the middle
+        )
+        self._shown = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show it, now and then."""
+        now, terminal = time.monotonic(), self._stream.isatty()
+        self._begun = self._begun or (now, done)
+        if done < total and now - self._shown < (0.2 if terminal else 10):
+            return
+        self._shown = now
+        rate = (done - self._begun[1]) / max(now - self._begun[0], 1e-9)
+        text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        if rate:
+            text += f", {rate / 1e9:.2f} GB/s, {clock((total - done) / rate)} left"
+        print(f"\r{text}\033[K" if terminal else text, end="" if terminal and done < total else "\n", file=self._stream)
+        self._stream.flush()

@@ -6,7 +6,9 @@
 
 W is the weight that the adapter was trained over: the codes' values, also where the run quantised a bf16 folder while
 it loaded. The sum is taken in fp32 and rounded once. Trained norms replace the base's; exploration noise is never part
-of a weight, so there is none to take out.
+of a weight, so there is none to take out. Over a base that AWQ's factors are folded into (formats/folding.py), all
+three belong to the folded model. `unfold` makes an adapter fit the model before: A diag(1 / inputs), diag(outputs) B,
+trained norms times their factors.
 
 Rounding what was learned is what can go wrong here: 16 bits, and 4 bits all the more, may be too coarse for a small
 B A. So every layer is measured while it is written (`Rounding`). All is checked before anything is written,
@@ -19,18 +21,21 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl import __version__
 from qerl.config import ModelConfig
 from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
+from qerl.formats.folding import Fold, read_folds
+from qerl.formats.writing import RECORD as QUANTIZE_RECORD
 from qerl.formats.writing import Progress, dense_bytes, packable, staged, write_dense, write_quantized
 from qerl.nn.load import Base, open_base
 from qerl.nn.lora import SavedAdapter, read_adapter
@@ -105,26 +110,34 @@ def export(
     *,
     format: PackedFormat = "nvfp4",
     base_folder: Path | None = None,
+    unfold: bool = False,
     device: str = "auto",
     progress: Progress | None = None,
 ) -> Export:
     """Write what `run` has learned into the new folder `target`; `format` is that of a requantized one.
 
     `base_folder` stands for the run's model.path where that has moved. ValueError: no adapter, one that does not fit
-    the base, a base that cannot be read, an existing target, too small a disk.
+    the base, a base that cannot be read, an existing target, too small a disk, `unfold` where nothing is folded.
     """
+    if unfold and kind != "adapter":
+        raise ValueError("--unfold is for --adapter: a merged model is the folded one, and computes what it should")
     trained = find_adapter(run)
     changes: dict[str, Any] = {"device": device} | ({"path": str(base_folder)} if base_folder else {})
     base = open_base(ModelConfig.model_validate(trained.model.model_dump() | changes))
     adapter = read_adapter(base.model, trained.folder)
     if not adapter.norms and not any(factors.b.any() for factors in adapter.factors.values()):
         logger.warning("%s changes nothing: B is zero in every layer, as before the first update", trained.folder)
+    folds = read_folds(base.folder)
+    if unfold and not folds:
+        raise ValueError(f"--unfold: nothing is folded into {base.folder}, the adapter fits the model as it is")
     ledger = _Ledger()
     merged = Merged(base, adapter, ledger.add if kind == "merged" else None)
     needs = 0 if kind == "adapter" else dense_bytes(merged) // (2 if kind == "requantized" else 1)
     with staged(target, needs_bytes=needs) as folder:
         if kind == "adapter":
             _copy_adapter(trained.folder, folder, base_folder)
+            if unfold:
+                _unfold_adapter(folder, base, folds)
         elif kind == "merged":
             write_dense(merged, folder, progress=progress)
         else:
@@ -254,6 +267,26 @@ def _copy_adapter(adapter: Path, folder: Path, base: Path | None) -> None:
     if base is not None:
         config["base_model_name_or_path"] = str(base)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _unfold_adapter(folder: Path, base: Base, folds: Mapping[str, Fold]) -> None:
+    """Rewrite a copied adapter for the model that `base` was before anything was folded into it."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        module, _, part = name.removesuffix(".weight").removeprefix("base_model.model.").partition(".lora_")
+        fold = folds.get(base.source.modules.get(module, ""), Fold())
+        unfolded = tensor.float()
+        if part == "A" and fold.inputs is not None:
+            unfolded = unfolded / fold.inputs
+        elif part != "A" and fold.outputs is not None:  # B, or the weight of a norm
+            unfolded = unfolded * (fold.outputs[:, None] if tensor.ndim == 2 else fold.outputs)
+        tensors[name] = unfolded.to(tensor.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    record = base.folder / QUANTIZE_RECORD
+    if record.is_file():
+        before = {"base_model_name_or_path": json.loads(record.read_text())["source"]}
+        config.write_text(json.dumps(json.loads(config.read_text()) | before, indent=2) + "\n")
 
 
 def _record(result: Export, run: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ q_norm or k_norm):
 
 which equals scaling the input channels of the weights that follow (adapters included) by 1 + Z/w. It costs no memory
 and no kernel. w itself is never written: `applied` hands Z to the norms and takes it back, so the clean weights stay
-as they are, bit for bit.
+as they are, bit for bit. Of a norm whose weight a calibration has divided by s (formats/folding.py), w above is what it
+was before: w / s stands for it, and takes Z / s (`site_rows`).
 
     controller.sigma(rollout) -> NoiseDraw(seed, step, sigma, per) -> draw.rows(site, streams, size) = sigma * Z
         engine/     writes clean + Z into its own norm buffers                     (rollouts)
@@ -167,6 +168,19 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
     return norm
 
 
+def site_rows(
+    draw: NoiseDraw, number: int, site: NoiseSite, streams: Int64[Tensor, " streams"]
+) -> Float32[Tensor, "streams size"]:
+    """What is added to a site's weight: sigma * Z or, where the weight has been divided by s, sigma * Z / s."""
+    rows, fold = draw.rows(number, streams, site.weight.numel()), norm_fold(site)
+    return rows if fold is None else rows / fold
+
+
+def norm_fold(norm: Any) -> Float32[Tensor, " size"] | None:
+    """The factors that a norm's weight has been divided by; None where it has not."""
+    return getattr(norm, "fold", None)
+
+
 def running_norm(norm: Any) -> Any:
     """The norm that runs: the norm itself or, of one that PEFT trains and saves whole, the active copy in its wrapper.
 
@@ -205,7 +219,7 @@ def applied(
     try:
         for number, site in enumerate(sites):
             on_device = torch.as_tensor(streams, dtype=torch.int64, device=site.weight.device)
-            site.noise = NoiseRows(draw.rows(number, on_device, site.weight.numel()), index)
+            site.noise = NoiseRows(site_rows(draw, number, site, on_device), index)
         yield
     finally:
         for site in sites:
@@ -405,7 +419,8 @@ def relative_noise(model: nn.Module, draw: NoiseDraw, stream: int = ROLLOUT_STRE
         return 0.0
     squares: list[Tensor] = []
     for number, site in enumerate(noise_sites(model)):
-        weight = site.weight.detach().float()
+        weight, fold = site.weight.detach().float(), norm_fold(site)
+        weight = weight if fold is None else weight * fold
         z = draw.rows(number, torch.tensor([stream], device=weight.device), weight.numel())
         squares.append(z.square().sum() / weight.square().sum())
     return torch.stack(squares).mean().sqrt().item()

@@ -69,6 +69,7 @@ TINY = {
     "plan": ["rollout.max_completion_length=8"],
     "eval": ["--limit", "2", "--samples", "2", "--max-new-tokens", "8"],
     "generate": ["--max-new-tokens", "8"],
+    "quantize": ["--windows", "2", "--length", "16", "--device", "cpu"],
     "inspect": ["--windows", "2", "--length", "16", "--device", "cpu"],
 }
 

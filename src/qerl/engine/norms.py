@@ -1,6 +1,6 @@
 """The engine's norm vectors: fp32 copies of the trainer's, with the rollout's noise already added.
 
-    y = gain * x / rms(x)          gain = w + Z at the noisy sites, w elsewhere (kernels/norm)
+    y = gain * x / rms(x)          gain = w + Z at the noisy sites (Z / s over a folded w), w elsewhere (kernels/norm)
 
 The trainer's weights are read and never written: `sync` copies them, and Z is added to the copy, so noise cannot pile
 up. Which Z a token runs under is decided by its stream (qerl/noise.py):
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 
-from qerl.noise import ROLLOUT_STREAM, NoiseDraw, running_norm
+from qerl.noise import ROLLOUT_STREAM, NoiseDraw, running_norm, site_rows
 
 
 class Gains(NamedTuple):
@@ -73,7 +73,8 @@ class NormBuffers:
         if draw is None or draw.sigma == 0:
             return clean
         on_device = torch.tensor(streams, dtype=torch.int64, device=clean.device)
-        return clean + torch.stack([draw.rows(site, on_device, size) for site in range(sites)])
+        rows = [site_rows(draw, i, running_norm(module), on_device) for i, module in enumerate(self._sites)]
+        return clean + torch.stack(rows)
 
 
 def _vector(module: Any) -> Float32[Tensor, " h"]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +37,29 @@ COMPRESSED_TENSORS: dict[PackedFormat, str] = {"nvfp4": "nvfp4-pack-quantized", 
 MODELOPT_CONFIG = "hf_quant_config.json"
 
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@runtime_checkable  # for the run-time type checks of the tests
+class DenseSource(Protocol):
+    """A model in bf16, fp16 or fp32 whose tensors are asked for by name: an unpacked `Checkpoint`, or like one."""
+
+    folder: Path
+    """Where tokenizer, licence and the like are."""
+    config: dict[str, Any]
+    """config.json's."""
+    shards: list[str]
+
+    def names(self, shard: str | None = None) -> list[str]:
+        """Names of the tensors, of all shards or of one."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without making it."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, made when it is asked for."""
+        ...
 
 
 class Quantization(NamedTuple):
@@ -58,8 +81,14 @@ class Checkpoint:
         self.config = _read_json(self.folder / "config.json")
         self.quantization: Quantization | None = _quantization(self.folder, self.config)
         self.shards = _shard_names(self.folder)
-        self._files = {name: _open(self.folder / name) for name in self.shards}  # handles, which have no types
-        self._shard_of: dict[str, str] = {name: shard for shard, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        self._shard_of: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for shard in self.shards:
+            file = _open(self.folder / shard)
+            for name in file.keys():  # noqa: SIM118
+                self._shard_of[name] = shard
+                self._shapes[name] = tuple(file.get_slice(name).get_shape())
+        self._file: tuple[str, Any] = ("", None)
         _check_index(self.folder, self._shard_of)
 
     def names(self, shard: str | None = None) -> list[str]:
@@ -68,11 +97,12 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor, without reading it."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        self._check_stored(name)
+        return self._shapes[name]
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor in bf16, fp16 or fp32, on the host. ValueError: not stored, or of another dtype."""
-        tensor: Tensor = self._file(name).get_tensor(name)
+        tensor = self._read(name)
         if tensor.dtype not in _DENSE:
             raise ValueError(f"{self._place(name)} is {tensor.dtype}, where bf16, fp16 or fp32 was expected")
         return tensor
@@ -104,16 +134,23 @@ class Checkpoint:
         place = self._place(f"{module}.weight_scale").removesuffix(".weight_scale")
         return from_stored(packed, block_scale, global_scale, divides=divides, place=place)
 
-    def _file(self, name: str) -> Any:
+    def _read(self, name: str) -> Tensor:
+        """A stored tensor. One shard is mapped at a time: what has been read of it counts as this process's memory."""
+        self._check_stored(name)
+        if self._file[0] != self._shard_of[name]:
+            self._file = ("", None)
+            self._file = (self._shard_of[name], _open(self.folder / self._shard_of[name]))
+        return self._file[1].get_tensor(name)
+
+    def _check_stored(self, name: str) -> None:
         if name not in self._shard_of:
             raise ValueError(f"{self.folder} has no tensor {name}")
-        return self._files[self._shard_of[name]]
 
     def _place(self, name: str) -> str:
         return f"{self.folder / self._shard_of[name]}: {name}"
 
     def _checked(self, name: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
-        tensor: Tensor = self._file(name).get_tensor(name)
+        tensor = self._read(name)
         if tensor.dtype != dtype:
             raise ValueError(f"{self._place(name)} is {tensor.dtype}, where {dtype} was expected")
         if shape is not None and tuple(tensor.shape) != shape:

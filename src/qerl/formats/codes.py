@@ -90,10 +90,15 @@ class NVFP4(Format):
         return nvfp4.shared_global_scale(weights, names)
 
     def quantize(
-        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+        self,
+        weight: Float[Tensor, "n k"],
+        *,
+        shared: Float32[Tensor, " 1"] | None = None,
+        importance: Float32[Tensor, " k"] | None = None,
+        name: str = "weight",
     ) -> NVFP4Tensor:
-        """See `Format`."""
-        return nvfp4.quantize(weight, scale=self.scale, global_scale=shared, name=name)
+        """See `Format`; `importance` weighs the columns' errors in a sweep."""
+        return nvfp4.quantize(weight, scale=self.scale, global_scale=shared, importance=importance, name=name)
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,16 @@ class MXFP4(Format):
         return k % mxfp4.BLOCK == 0
 
     def quantize(
-        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+        self,
+        weight: Float[Tensor, "n k"],
+        *,
+        shared: Float32[Tensor, " 1"] | None = None,
+        importance: Float32[Tensor, " k"] | None = None,
+        name: str = "weight",
     ) -> MXFP4Tensor:
-        """See `Format`."""
-        return mxfp4.quantize(weight, scale="sweep" if self.scale == "sweep" else "ocp", name=name)
+        """See `Format`; `importance` weighs the columns' errors in a sweep."""
+        scale = "sweep" if self.scale == "sweep" else "ocp"
+        return mxfp4.quantize(weight, scale=scale, importance=importance, name=name)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ is no scale of the tensor. e = 255 is the format's NaN and is refused.
 `quantize` chooses e for each block either
 
     ocp      floor(log2(amax(block))) - 2: amax lands on [4, 8), what lies above 6 becomes 6
-    sweep    of that exponent and its two neighbours the one with the least squared error (Gaussian: 5 % less in all)
+    sweep    of that exponent and its two neighbours the one with the least squared error (Gaussian: 5 % less in all);
+             with `importance`, each column's squared error is weighted by it
 
 Contract: K is a multiple of 32; results are equal on every device; an all-zero block has e = 0 and codes 0. Source: OCP
 Microscaling Formats (MX) Specification 1.0, sections 5 and 6. Files are checkpoint.py's and writing.py's business.
@@ -49,9 +50,13 @@ class MXFP4Tensor(NamedTuple):
 
 
 def quantize(
-    weight: Float[Tensor, "n k"], *, scale: Literal["ocp", "sweep"] = "ocp", name: str = "weight"
+    weight: Float[Tensor, "n k"],
+    *,
+    scale: Literal["ocp", "sweep"] = "ocp",
+    importance: Float32[Tensor, " k"] | None = None,
+    name: str = "weight",
 ) -> MXFP4Tensor:
-    """Round a matrix of bf16, fp16 or fp32 weights to MXFP4.
+    """Round a matrix of bf16, fp16 or fp32 weights to MXFP4; `importance` weighs the columns' errors in the sweep.
 
     ValueError, with `name` in it: K no multiple of 32, NaN or infinity among the weights.
     """
@@ -67,7 +72,7 @@ def quantize(
         magnitudes = blocks.abs()
         exponents = _ocp_exponents(magnitudes)
         if scale == "sweep":
-            exponents = _best_exponents(magnitudes, exponents)
+            exponents = _best_exponents(magnitudes, exponents, importance)
         nibbles = e2m1_codes(blocks * _inverse(exponents))
         codes[piece : piece + rows] = pack_nibbles(nibbles.flatten(1))
         scales[piece : piece + rows] = exponents
@@ -103,12 +108,14 @@ def _inverse(exponents: Int32[Tensor, "n b"]) -> Float32[Tensor, "n b 1"]:
     return ((254 - exponents) << 23).view(torch.float32).unsqueeze(2)
 
 
-def _best_exponents(magnitudes: Float32[Tensor, "n b 32"], start: Int32[Tensor, "n b"]) -> Int32[Tensor, "n b"]:
+def _best_exponents(
+    magnitudes: Float32[Tensor, "n b 32"], start: Int32[Tensor, "n b"], importance: Float32[Tensor, " k"] | None
+) -> Int32[Tensor, "n b"]:
     """Of `start` and its neighbours, the one with the least squared error; `start` where they are no better."""
     best, least = start, torch.full(start.shape, torch.inf, device=start.device)
     for offset in _SWEEP:
         candidate = (start + offset).clamp(0, _MAX_EXPONENT)
-        error = torch.ldexp(squared_error(magnitudes * _inverse(candidate)), 2 * (candidate - start))
+        error = torch.ldexp(squared_error(magnitudes * _inverse(candidate), importance), 2 * (candidate - start))
         better = error < least
         best = torch.where(better, candidate, best)
         least = torch.where(better, error, least)

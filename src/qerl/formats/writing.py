@@ -4,36 +4,46 @@
     write_quantized, write_dense   the same, and a plain copy, from anything that gives tensors by name (DenseSource)
     staged(target)                 a folder under a temporary name, which gets its own when all is there
 
-What is read and what is written need not fit into memory: it holds one tensor and one of the new shards, which are
-those of the source, cut further where one would exceed MAX_SHARD_BYTES. Written folders load in transformers (packed
-ones with compressed-tensors) and in vLLM. q, k, v and gate, up share one global scale, which vLLM needs.
+What is read and what is written need not fit into memory: it holds one product's weights and one of the new shards,
+which are those of the source, cut further where one would exceed MAX_SHARD_BYTES. Every tensor is read once. Written
+folders load in transformers (packed ones with compressed-tensors) and in vLLM. q, k, v and gate, up share one global
+scale, which vLLM needs.
+
+A quantize_checkpoint that was cut off goes on where it was when it is called again: finished shards stay in
+`<target>.partial` with a journal of them (`_Journal`), which says what they were made of. RECORD keeps that for good.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, MODELOPT_CONFIG, Checkpoint
+from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, MODELOPT_CONFIG, Checkpoint, DenseSource
 from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
+from qerl.formats.folding import CALIBRATION_FILE, Calibration, Folded, read_calibration, read_folds, write_calibration
 from qerl.formats.nvfp4 import NVFP4Tensor
 
 MAX_SHARD_BYTES = 5_000_000_000
 """A new shard is closed before it grows beyond this: it is held in memory until it is written."""
 
+RECORD = "qerl_quantize.json"
+"""In a folder of quantize_checkpoint: what it was made of, with the SHA-256 of each file of weights, and how."""
+
 Progress = Callable[[int, int], None]
-"""Told how many of how many tensors are done."""
+"""Told how many of how many of the source's bytes are done."""
 
 Observer = Callable[[str, Tensor, PackedCodes], None]
 """Told a linear layer's name, its weight, and what became of it."""
@@ -41,31 +51,8 @@ Observer = Callable[[str, Tensor, PackedCodes], None]
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _NOT_A_PRODUCT = re.compile(r"norm|embed|router|(^|_)gate$")  # last names of matrices that are kept: norms, MoE routers
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-_NOT_COPIED = (*_WEIGHT_FILES, "config.json", MODELOPT_CONFIG)
+_NOT_COPIED = (*_WEIGHT_FILES, "config.json", MODELOPT_CONFIG, RECORD)
 _INDEX = "model.safetensors.index.json"
-
-
-@runtime_checkable  # for the run-time type checks of the tests
-class DenseSource(Protocol):
-    """A model in bf16, fp16 or fp32 whose tensors are asked for by name: an unpacked `Checkpoint`, or like one."""
-
-    folder: Path
-    """Where tokenizer, licence and the like are."""
-    config: dict[str, Any]
-    """config.json's."""
-    shards: list[str]
-
-    def names(self, shard: str | None = None) -> list[str]:
-        """Names of the tensors, of all shards or of one."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without making it."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, made when it is asked for."""
-        ...
 
 
 def quantize_checkpoint(
@@ -75,28 +62,57 @@ def quantize_checkpoint(
     format: PackedFormat = "nvfp4",
     scale: Scale = "sweep",
     keep: Sequence[str] = (),
+    calibrate: Callable[[], Calibration] | None = None,
+    made_with: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a bf16 (fp16, fp32) folder's decoder linears in `format` into the new folder `target`; see write_quantized.
 
-    ValueError: what `Checkpoint`, `staged` and `write_quantized` refuse, and a packed source.
+    What an equal call left behind when it was cut off is not done again, calibration included; `made_with` tells calls
+    apart, and goes into RECORD. ValueError: what `Checkpoint`, `staged` and `write_quantized` refuse, a packed source.
     """
     source, target = Path(source), Path(target)
     checkpoint = Checkpoint(source)
     if checkpoint.quantization is not None:
         raise ValueError(f"{source} is packed already ({checkpoint.quantization.format}): give the bf16 folder")
-    with staged(target) as folder:
-        report = write_quantized(
-            checkpoint, folder, format=format, scale=scale, keep=keep, device=device, progress=progress
+    if calibrate is not None and read_folds(source):
+        raise ValueError(
+            f"{source} has AWQ's factors in it already: calibrate the model before, or leave out --calibrate"
         )
+    options: dict[str, Any] = {"source": str(source.absolute()), "format": format, "scale": scale, "keep": list(keep)}
+    options |= made_with or {}
+    key = {**options, "files": {shard: _stamp(source / shard) for shard in checkpoint.shards}}
+    with staged(target, journal=key) as folder:
+        journal = _Journal(folder, key)
+        calibration = None
+        if calibrate is not None:
+            calibration = read_calibration(folder) if journal.found else None
+            if calibration is None:
+                calibration = calibrate()
+                write_calibration(folder, calibration)
+                journal.save()
+        report = write_quantized(
+            checkpoint,
+            folder,
+            format=format,
+            scale=scale,
+            keep=keep,
+            calibration=calibration,
+            device=device,
+            progress=progress,
+            journal=journal,
+        )
+        (folder / RECORD).write_text(json.dumps({**options, "sha256": journal.sha256}, indent=2) + "\n")
+        journal.path.unlink()
     return report | {"source_bytes": _shard_bytes(source, checkpoint.shards)}
 
 
 @contextmanager
-def staged(target: Path, *, needs_bytes: int = 0) -> Generator[Path]:
+def staged(target: Path, *, needs_bytes: int = 0, journal: Mapping[str, Any] | None = None) -> Generator[Path]:
     """A new folder `<target>.partial` to fill, which gets its name at the end and is removed after an exception.
 
+    With a `journal`'s key it stays after an exception once there is one in it, and is there again for the same key.
     ValueError, before anything is written: the target exists, or its disk has less than `needs_bytes` left.
     """
     if target.exists() or target.is_symlink():
@@ -107,13 +123,15 @@ def staged(target: Path, *, needs_bytes: int = 0) -> Generator[Path]:
             f"{target} takes about {needs_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room first"
         )
     partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was cut off
-    partial.mkdir(parents=True)
+    if journal is None or not _Journal(partial, journal).found:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was cut off
+    partial.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
         partial.rename(target)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if journal is None or not _Journal(partial, journal).found:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -129,32 +147,44 @@ def write_quantized(
     format: PackedFormat = "nvfp4",
     scale: Scale = "sweep",
     keep: Sequence[str] = (),
+    calibration: Calibration | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     observe: Observer | None = None,
+    journal: _Journal | None = None,
 ) -> dict[str, Any]:
     """Write a source's decoder linears in `format`, all else as it is, into an empty folder.
 
     Embedding, head, norms, biases and MoE routers stay, as do layers whose names match a glob of `keep` and matrices
-    whose columns are no multiple of the block. Returns the counts that a user wants to see.
+    whose columns are no multiple of the block. A calibration's factors are folded in, and its importance weighs the
+    sweep. Returns the counts that a user wants to see.
     ValueError: a pattern of `keep` that matches nothing or parts a fused group, NaN or infinity in a weight.
     """
-    groups, codec = _plan(source, keep, format), packed_format(format, scale)
-    shared: dict[tuple[str, ...], Tensor | None] = {}
+    groups, codec = packed_groups(source, keep, format), packed_format(format, scale)
+    if calibration is not None:
+        source = Folded(source, calibration.folds)
+    waiting: dict[str, PackedCodes] = {}  # of products whose first member has been written
 
     def convert(name: str) -> Iterable[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
         if module == name or module not in groups:
             return [(name, source.tensor(name))]
-        members = groups[module]
-        if members not in shared:
-            names = [f"{member}.weight" for member in members]
-            shared[members] = codec.share((source.tensor(n).to(device) for n in names), names)
-        weight = source.tensor(name).to(device)
-        codes = codec.quantize(weight, shared=shared[members], name=name)
-        if observe is not None:
-            observe(module, weight, codes)
-        return as_stored(module, codes)
+        if module not in waiting:
+            names = [f"{member}.weight" for member in groups[module]]
+            weights = [source.tensor(member).to(device) for member in names]
+            shared = codec.share(weights, names)
+            for member, weight, full_name in zip(groups[module], weights, names, strict=True):
+                importance = calibration.importance.get(member) if calibration is not None else None
+                codes = codec.quantize(
+                    weight,
+                    shared=shared,
+                    importance=None if importance is None else importance.to(device),
+                    name=full_name,
+                )
+                waiting[member] = codes
+                if observe is not None:
+                    observe(member, weight, codes)
+        return as_stored(module, waiting.pop(module))
 
     kept = [
         name.removesuffix(".weight")
@@ -165,7 +195,7 @@ def write_quantized(
     return {
         "packed_layers": len(groups),
         "kept_layers": [name for name in kept if _IN_A_LAYER.search(name)],
-        **_write(source, folder, convert, config, progress),
+        **_write(source, folder, convert, config, progress, journal),
     }
 
 
@@ -178,8 +208,8 @@ def packable(source: DenseSource, format: PackedFormat) -> set[str]:
     return {name.removesuffix(".weight") for name in source.names() if _is_linear(source, name, block)}
 
 
-def _plan(source: DenseSource, keep: Sequence[str], format: PackedFormat) -> dict[str, tuple[str, ...]]:
-    """Linears to pack -> those that share a global scale with it, itself among them."""
+def packed_groups(source: DenseSource, keep: Sequence[str], format: PackedFormat) -> dict[str, tuple[str, ...]]:
+    """Linears to pack -> those that share a global scale with it, itself among them. ValueError as write_quantized."""
     linears = packable(source, format)
     if not linears:
         raise ValueError(f"{source.folder} has no linear layers named `..layers.<n>..weight`: not a decoder model?")
@@ -240,51 +270,119 @@ def compressed_tensors_config(format: PackedFormat, ignore: list[str]) -> dict[s
 # --------------------------------------------------------------------------------------------------------- the files
 
 
+class _Part(NamedTuple):
+    """A new shard under its temporary name."""
+
+    file: str
+    names: list[str]
+    num_bytes: int
+    """Of its tensors."""
+
+
+class _Journal:
+    """Which shards of a source are done, in the folder that is being filled, and what they were made of."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+        """The folder's journal if it has this key, else an empty one."""
+        self.path = folder / "journal.json"
+        self.shards: dict[str, list[_Part]] = {}
+        self.sha256: dict[str, str] = {}
+        self._key = json.loads(json.dumps(key))
+        self._hashing = ThreadPoolExecutor(max_workers=1)
+        self.found = False
+        if self.path.is_file() and (saved := json.loads(self.path.read_text()))["key"] == self._key:
+            self.found = True
+            self.shards = {shard: [_Part(*part) for part in parts] for shard, parts in saved["shards"].items()}
+            self.sha256 = saved["sha256"]
+
+    def begin(self, path: Path) -> Future[str]:
+        """Hash a source shard while it is worked on: its bytes are in the page cache once, for both."""
+        return self._hashing.submit(_sha256, path)
+
+    def end(self, shard: str, parts: list[_Part], sha256: str) -> None:
+        """Enter a shard whose parts are written."""
+        self.shards[shard], self.sha256[shard] = parts, sha256
+        self.save()
+
+    def save(self) -> None:
+        """Write the file; it is replaced as a whole."""
+        saved = {"key": self._key, "shards": self.shards, "sha256": self.sha256}
+        beside = self.path.with_suffix(".new")
+        beside.write_text(json.dumps(saved))
+        beside.replace(self.path)
+
+
 def _write(
     source: DenseSource,
     folder: Path,
     convert: Callable[[str], Iterable[tuple[str, Tensor]]],
     config: dict[str, Any],
     progress: Progress | None,
+    journal: _Journal | None = None,
 ) -> dict[str, Any]:
     """Shards of what `convert` makes of each name, their index, config.json, and the source's other files."""
-    shards: list[tuple[str, list[str]]] = []  # file, tensors in it
-    total, done, size = len(source.names()), 0, 0
+    parts: list[_Part] = []
+    sizes = {name: prod(source.shape(name)) for name in source.names()}
+    # Bytes of a tensor are not known before it is made; 16 bits a number is what nearly all sources have.
+    total, done = 2 * sum(sizes.values()), 0
     for shard in source.shards:
-        tensors: dict[str, Tensor] = {}
-        held = 0
+        if journal is not None and shard in journal.shards:
+            parts += journal.shards[shard]
+            done += 2 * sum(sizes[name] for name in source.names(shard))
+            continue
+        hashed = journal.begin(source.folder / shard) if journal is not None else None
+        begun, tensors, held = len(parts), dict[str, Tensor](), 0
         for name in source.names(shard):
             for new_name, tensor in convert(name):
                 if tensors and held + tensor.nbytes > MAX_SHARD_BYTES:
-                    shards.append((_save(tensors, folder, f"{len(shards)}.part"), list(tensors)))
+                    parts.append(_save(tensors, folder, len(parts)))
                     tensors, held = {}, 0
                 tensors[new_name] = tensor
                 held += tensor.nbytes
-                size += tensor.nbytes
-            done += 1
+            done += 2 * sizes[name]
             if progress is not None:
                 progress(done, total)
-        shards.append((_save(tensors, folder, f"{len(shards)}.part"), list(tensors)))
-    if len(shards) == len(source.shards):
+        parts.append(_save(tensors, folder, len(parts)))
+        if journal is not None and hashed is not None:
+            journal.end(shard, parts[begun:], hashed.result())
+    if len(parts) == len(source.shards):
         names = list(source.shards)
     else:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for (file, _), name in zip(shards, names, strict=True):
-        (folder / file).rename(folder / name)
-    if len(shards) > 1:
-        weight_map = {tensor: name for (_, stored), name in zip(shards, names, strict=True) for tensor in stored}
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    for part, name in zip(parts, names, strict=True):
+        if not (folder / name).exists():  # renamed before a cut, else
+            (folder / part.file).rename(folder / name)
+    if len(parts) > 1:
+        weight_map = {tensor: name for part, name in zip(parts, names, strict=True) for tensor in part.names}
+        index = {"metadata": {"total_size": sum(part.num_bytes for part in parts)}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(source.config | config, indent=2) + "\n")
     for file in source.folder.iterdir():  # tokenizer, generation_config, chat template, licence
         if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):
             shutil.copyfile(file, folder / file.name)
+    if (source.folder / CALIBRATION_FILE).is_file() and not (
+        folder / CALIBRATION_FILE
+    ).exists():  # what is merged into a folded base is as folded as that
+        (folder / CALIBRATION_FILE).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.folder / CALIBRATION_FILE, folder / CALIBRATION_FILE)
     return {"target_bytes": _shard_bytes(folder, names)}
 
 
-def _save(tensors: dict[str, Tensor], folder: Path, file: str) -> str:
-    save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers asks for this entry
-    return file
+def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> _Part:
+    part = _Part(f"{number}.part", list(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+    save_file(tensors, folder / part.file, metadata={"format": "pt"})  # transformers asks for this entry
+    return part
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of change: they tell a source from another before its bytes are hashed."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _shard_bytes(folder: Path, shards: Sequence[str]) -> int:

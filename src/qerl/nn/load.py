@@ -43,6 +43,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes
+from qerl.formats.folding import read_folds
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.rmsnorm import RMSNorm, rms_norm
@@ -384,7 +385,7 @@ def _some(names: list[str]) -> str:
 
 
 def load_all_but_groups(base: Base) -> None:
-    """Everything but the weights of groups: embedding, head, norms, biases, persistent buffers."""
+    """Everything but the weights of groups: embedding, head, norms with their folds, biases, persistent buffers."""
     model = base.model
     later = {f"{name}.weight" for group in base.groups for name in group.names} | set(model.all_tied_weights_keys)
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
@@ -394,6 +395,13 @@ def load_all_but_groups(base: Base) -> None:
             setattr(
                 model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
             )
+
+    folds = read_folds(base.folder)
+    for name, module in model.named_modules():
+        fold = folds.get(base.source.modules.get(name, ""))
+        if isinstance(module, RMSNorm) and fold is not None and fold.outputs is not None:
+            _check_shape(f"the fold of {name}", tuple(fold.outputs.shape), module.weight)
+            module.fold = fold.outputs.to(base.device)
 
 
 def load_group(base: Base, group: Group) -> None:

@@ -7,7 +7,8 @@ section 3.3). It is added on the fly: the weight itself is never written, so tur
 
 Contract: weight fp32 [H]; x [..., H] in any float dtype; noise rows fp32 [S, H]. With an index, its T entries belong
 to the tokens of x in row-major order ([T, H], [1, T, H] or [B, 1, H]). The noise is read when forward runs, so whoever
-sets it must keep it for the backward pass as well, where layers may run again. Z gets no gradient.
+sets it must keep it for the backward pass as well, where layers may run again. Z gets no gradient. `fold` is what a
+calibration has divided the weight by (formats/folding.py): qerl/noise.py divides Z by it.
 The backward pass keeps x and one float a token; the float32 copies are recomputed.
 """
 
@@ -28,12 +29,15 @@ class RMSNorm(nn.Module):
 
     noise: NoiseRows | None
     """Z of the forward passes from now on; None: clean."""
+    fold: Tensor | None
+    """fp32 [h]: the factors that `weight` was divided by; None: all ones."""
 
     def __init__(self, weight: Float[Tensor, " h"], eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
         self.eps = eps
         self.noise = None
+        self.register_buffer("fold", None, persistent=False)
 
     def forward(self, x: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         """Normalise the last dimension of x."""

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -130,12 +131,14 @@ def test_shards_change_nothing_but_the_files(qwen, packed, tmp_path):
     assert many.shards == Checkpoint(source).shards and len(many.shards) == 5
     assert sorted(many.names()) == sorted(one.names())
     for name in one.names():
-        a, b = one._file(name).get_tensor(name), many._file(name).get_tensor(name)
+        a, b = one._read(name), many._read(name)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(one.names())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in load_file(packed / "model.safetensors").values())
-    assert calls == [(i + 1, 27) for i in range(27)]
+    num_bytes = (qwen / "model.safetensors").stat().st_size
+    assert len(calls) == 27 and [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1][0] == calls[-1][1] and 0 < num_bytes - calls[-1][1] < 4000  # all but the header
     assert report["packed_layers"] == 14 and report["kept_layers"] == []
     assert report["target_bytes"] < report["source_bytes"]
 
@@ -431,26 +434,65 @@ def test_a_folder_without_decoder_layers_is_refused(tmp_path):
         quantize_checkpoint(source, tmp_path / "out")
 
 
-def test_a_run_that_was_cut_off_leaves_no_folder_that_looks_whole(qwen, tmp_path, monkeypatch):
-    source = resharded(qwen, tmp_path / "in", 3)
-    target, partial = tmp_path / "out", tmp_path / "out.partial"
-    seen = []
+def cut_off(monkeypatch, source: Path, target: Path, at: int) -> list[str]:
+    """Let a run end where it saves shard `at`; the files saved before."""
+    seen: list[str] = []
 
-    def dies_at_the_third(tensors, path, **options):
-        seen.append(path)
-        assert not target.exists() and path.parent == partial
-        if len(seen) == 3:
+    def dies(tensors, path, **options):
+        assert not target.exists() and path.parent == target.with_name("out.partial")
+        if len(seen) == at:
             raise KeyboardInterrupt
+        seen.append(path.name)
         save_file(tensors, path, **options)
 
-    monkeypatch.setattr(module, "save_file", dies_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(source, target)
-    assert not target.exists() and not partial.exists()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", dies)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(source, target)
+    assert not target.exists()
+    return seen
 
-    partial.mkdir()  # what a killed process leaves
-    (partial / "model-9-of-9.safetensors").write_bytes(b"half")
-    quantize_checkpoint(source, target)
-    assert not partial.exists() and not (target / "model-9-of-9.safetensors").exists()
+
+def test_a_run_that_was_cut_off_goes_on(qwen, tmp_path, monkeypatch):
+    """Only what was missing is made, and all bytes are those of a run in one go, also where products span shards."""
+    source = resharded(qwen, tmp_path / "in", 4)
+    quantize_checkpoint(source, tmp_path / "whole")
+    assert cut_off(monkeypatch, source, tmp_path / "out", 2) == ["0.part", "1.part"]
+    made, progress = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", lambda t, path, **o: (made.append(path.name), save_file(t, path, **o)))
+        quantize_checkpoint(source, tmp_path / "out", progress=lambda done, total: progress.append(done / total))
+    assert made == ["2.part", "3.part"] and 0.4 < progress[0] < 0.9 and progress[-1] == 1
+    files = sorted(file.name for file in (tmp_path / "whole").iterdir())
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    record = json.loads((tmp_path / "out" / module.RECORD).read_text())
+    assert record["format"] == "nvfp4" and record["source"] == str(source)
+    digests = {s: hashlib.sha256((source / s).read_bytes()).hexdigest() for s in Checkpoint(source).shards}
+    assert record["sha256"] == digests
+
+
+@pytest.mark.parametrize("change", ["options", "source", "not ours"])
+def test_what_another_run_left_is_not_gone_on_with(qwen, tmp_path, monkeypatch, change):
+    source = resharded(qwen, tmp_path / "in", 3)
+    target, partial = tmp_path / "out", tmp_path / "out.partial"
+    if change == "not ours":
+        partial.mkdir()
+        (partial / "model-9-of-9.safetensors").write_bytes(b"half")
+    else:
+        cut_off(monkeypatch, source, target, 1)
+        assert (partial / "0.part").is_file()
+    if change == "source":
+        (source / Checkpoint(source).shards[0]).touch()
+    made = []
+    monkeypatch.setattr(module, "save_file", lambda t, path, **o: (made.append(path.name), save_file(t, path, **o)))
+    quantize_checkpoint(source, target, scale="amax" if change == "options" else "sweep")
+    assert made == ["0.part", "1.part", "2.part"] and not partial.exists()
+    assert not (target / "model-9-of-9.safetensors").exists()
     assert Checkpoint(target).is_packed("model.layers.0.mlp.up_proj")
+
+
+def test_a_run_that_saved_nothing_leaves_nothing(qwen, tmp_path, monkeypatch):
+    cut_off(monkeypatch, qwen, tmp_path / "out", 0)
+    assert not (tmp_path / "out.partial").exists()
