@@ -25,6 +25,9 @@ app = typer.Typer(
     help="Reinforcement learning of large language models on one GPU, over frozen NVFP4 weights.",
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine, without any model files.")
+app.add_typer(bench, name="bench")
+
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")
 ]
@@ -411,6 +414,57 @@ def plan(
         show.show(made, Console())
 
 
+@bench.command("step")
+def bench_step(
+    model: Annotated[str, typer.Option(help="A Qwen2.5 model's size, such as 7B; its weights are random.")] = "0.5B",
+    overrides: Overrides = None,
+    format: FormatOption = "nvfp4",
+    cap: Annotated[
+        str | None, typer.Option(help="Memory to stay below, such as 24GB; default: all.", show_default=False)
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of the adapters on all seven projections.")] = 32,
+    completions: Annotated[int, typer.Option(min=2, help="Of the step.")] = 16,
+    group: Annotated[int, typer.Option(min=2, help="Completions of a prompt.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
+    new: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 2048,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is planned.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File to append the record to, as a line of JSON.", show_default=False)
+    ] = None,
+    run: Annotated[str, typer.Option(help="A name for the record.")] = "",
+    commit: Annotated[
+        str | None, typer.Option(help="For the record; default: the working tree's.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Time one whole step (rollout, update, wake) over random weights, part by part, under a card's memory."""
+    _check_format(format)
+    from qerl.bench import step
+    from qerl.plan.fit import parse_card
+
+    case = step.Case(
+        model=model,
+        format=format,
+        rank=rank,
+        completions=completions,
+        group=group,
+        prompt_tokens=prompt,
+        new_tokens=new,
+        cap_bytes=None if cap is None else parse_card(cap),
+        overrides=tuple(overrides or ()),
+    )
+    if dry_run:
+        print(json.dumps(step.dry_run(case, run=run, commit=commit, device=device)))
+        return
+    record = step.run_step(case, run=run, commit=commit, device=device)
+    print(*step.show(record), sep="\n")
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    if "error" in record:
+        raise typer.Exit(1)
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine has and which paths it will take."""
@@ -442,6 +496,10 @@ def main() -> None:
     # Before torch is loaded. GNU OpenMP's threads spin about a millisecond before they sleep, and where something else
     # uses a core as well, a small model on a CPU then runs ten times slower. A short spin costs a tenth on free cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Memory of torch's allocator that grows in place: rollouts and updates take turns with the same bytes, in pieces of
+    # other sizes, which fixed segments would scatter.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # transformers renames its switches; PEFT still uses the old names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.config import ModelConfig
-from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
+from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes
 from qerl.formats.folding import read_folds
 from qerl.nn.attention import ATTENTION
@@ -57,6 +57,31 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 # What packed attention computes; other layers carry a state from token to token, or attend in chunks.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from: a `Checkpoint`, or what stands in for the files of a folder."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How packed linears are stored; None where none is."""
+        ...
+
+    def names(self) -> list[str]:
+        """Of all stored tensors."""
+        ...
+
+    def is_packed(self, module: str) -> bool:
+        """Whether a linear is stored in 4 bits."""
+        ...
+
+    def codes(self, module: str) -> PackedCodes:
+        """A packed linear's codes."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Any other tensor, in bf16, fp16 or fp32, on any device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,15 +137,15 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def open_base(config: ModelConfig) -> Base:
-    """Match a folder's tensors with its architecture; nothing but the files' headers is read.
+def open_base(config: ModelConfig, weights: Weights | None = None) -> Base:
+    """Match a folder's tensors (or `weights`) with its architecture; nothing but the files' headers is read.
 
     ValueError, naming the place and the fix: no such folder or a damaged one, an architecture that cannot train here,
     tensors missing by name, a stored format that contradicts `config.format`, `keep` patterns that match nothing.
     """
     folder = model_folder(config.path)
-    checkpoint = Checkpoint(folder)
-    stored = checkpoint.quantization
+    weights = weights or Checkpoint(folder)
+    stored = weights.quantization
     if stored is not None and stored.format != config.format:
         raise ValueError(
             f"model.format is {config.format}, but {folder} holds {stored.format} weights: use model.format = "
@@ -132,15 +157,18 @@ def open_base(config: ModelConfig) -> Base:
     model = _model_on_meta(folder, dtype, config.trust_remote_code)
     _materialize_buffers(model, device)
     _replace_norms(model)
-    source = Source(checkpoint, model)
+    source = Source(weights, model)
     groups = plan_linears(model, source, config)
     check_names(model, source, groups)
     return Base(config, folder, model, source, groups, device)
 
 
-def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it."""
-    base = open_base(config)
+def load_model(config: ModelConfig, weights: Weights | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it.
+
+    weights: instead of those in the folder's files, which then has only the config and the tokenizer.
+    """
+    base = open_base(config, weights)
     model = base.model
     load_all_but_groups(base)
     for group in base.groups:
@@ -281,7 +309,7 @@ def rms_norm_eps(module: nn.Module) -> float | None:
 class Source:
     """A folder's tensors under the names that the model gives them; transformers has renamed some since (embed_out)."""
 
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    def __init__(self, checkpoint: Weights, model: PreTrainedModel) -> None:
         self.checkpoint = checkpoint
         renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
         present: dict[str, Any] = model.state_dict()
@@ -302,7 +330,7 @@ class Source:
         return self.checkpoint.codes(self.modules[module])
 
     def tensor(self, name: str) -> Tensor:
-        """A stored tensor, on the host."""
+        """A stored tensor, where the checkpoint has it: files give it on the host."""
         return self.checkpoint.tensor(self.tensors[name])
 
 

@@ -27,8 +27,8 @@ from qerl.plan.shapes import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
 
-CONTEXT_BYTES = 500_000_000  # assumed, not measured: CUDA's context, loaded kernels and libraries
-SLACK_BYTES = 500_000_000  # assumed, not measured: what the allocator holds and cannot use
+CONTEXT_BYTES = 800_000_000  # assumed, not measured: CUDA's context, loaded kernels and libraries
+SLACK_BYTES = 700_000_000  # assumed, not measured: what the allocator holds and cannot use
 
 _SAMPLING = ("rollout", "evaluation")
 _MOST = 1 << 17  # of a context or a group that is looked for

@@ -31,9 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl import philox
-from qerl.config import RunConfig
+from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine
 from qerl.evaluate import evaluate
@@ -78,8 +79,22 @@ class RunFailed(RuntimeError):
     """The run cannot go on; the message says why, and from where it can be resumed once that is mended."""
 
 
+Loader = Callable[[ModelConfig], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
+"""What gives the frozen model and its tokenizer."""
+
+Watch = Callable[[str], AbstractContextManager[object]]
+"""Called with a part of a step, gives a context that is entered around it: wake, sync, rollout, sleep, score, forward,
+backward, optimizer."""
+
+
 class Trainer:
-    """One run, from its config to its adapter. `task` and `rewards`: instead of those that the config names."""
+    """One run, from its config to its adapter.
+
+    `task` and `rewards`: instead of those that the config names; `load`: instead of reading the model's folder.
+    """
+
+    watch: Watch
+    """Around the parts of every step; does nothing unless it is replaced."""
 
     def __init__(
         self,
@@ -87,10 +102,12 @@ class Trainer:
         *,
         task: Task | None = None,
         rewards: RewardRunner | None = None,
+        load: Loader = load_model,
         resume: bool = False,
         display: Display | None = None,
     ) -> None:
         self.config = config
+        self.watch = lambda part: nullcontext()
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
@@ -101,7 +118,7 @@ class Trainer:
         self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         self.eval_examples = self._held_out_problems()
 
-        base, self.tokenizer = load_model(config.model)
+        base, self.tokenizer = load(config.model)
         self.model = attach_lora(base, config.lora, seed=config.seed)
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:
@@ -153,7 +170,7 @@ class Trainer:
                         break
                     if self.stop_requested:
                         raise Interrupted
-                    self.pending = self._train_step()
+                    self.pending = self.train_step()
             except Interrupted:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
@@ -164,17 +181,23 @@ class Trainer:
         save_adapter(self.model, self.output_dir / "adapter")
         write_completions_parquet(self.output_dir)
 
-    def _train_step(self) -> dict[str, Any]:
-        """One rollout and all its updates; nothing of the state changes unless the rollout was completed."""
+    def train_step(self) -> dict[str, Any]:
+        """One rollout and all its updates; their metrics. Nothing changes unless the rollout was completed.
+
+        `train` calls it, and evaluates, logs and saves between two calls.
+        """
         config, started = self.config, time.monotonic()
         draw = self._noise_draw()
-        self.engine.wake()
-        report = self.engine.sync(draw)
+        with self.watch("wake"):
+            self.engine.wake()
+        with self.watch("sync"):
+            report = self.engine.sync(draw)
         before = self.stream.position, self.stream.num_too_long
         try:
-            groups, stats = collect_groups(
-                self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
-            )
+            with self.watch("rollout"):
+                groups, stats = collect_groups(
+                    self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
+                )
         except BaseException:
             self.stream.position, self.stream.num_too_long = before
             raise
@@ -187,7 +210,8 @@ class Trainer:
         )
         batch = TrainBatch.from_groups(groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions)
         update_started = time.monotonic()
-        self.engine.sleep()  # keys and values make room for activations
+        with self.watch("sleep"):
+            self.engine.sleep()  # keys and values make room for activations
         self.updating = True
         metrics = self._update(batch, draw)
         self.step += 1
@@ -211,6 +235,7 @@ class Trainer:
             metrics["memory/allocated"] = torch.cuda.max_memory_allocated(self.device)
             metrics["memory/reserved"] = torch.cuda.max_memory_reserved(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.empty_cache()  # what activations leave behind makes room for keys and values
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
         self._warn_without_signal(stats)
@@ -261,21 +286,25 @@ class Trainer:
                 for number, micro in enumerate(micro_batches):
                     self.display.phase(phase, number, len(micro_batches))
                     with self._training_noise(micro, draw):
-                        logprobs, entropy = self._logprobs(micro)
-                        value, sums = policy_loss(
-                            loss,
-                            normalizer,
-                            policy_logprobs=logprobs,
-                            old_logprobs=None if old is None else old[micro.slots],
-                            rollout_logprobs=micro.rollout_logprobs,
-                            ref_logprobs=None if ref is None else ref[micro.slots],
-                            sequence=micro.sequence,
-                            advantages=micro.advantages,
-                            lengths=micro.lengths,
-                        )
-                        value.backward()
+                        with self.watch("forward"):
+                            logprobs, entropy = self._logprobs(micro)
+                            value, sums = policy_loss(
+                                loss,
+                                normalizer,
+                                policy_logprobs=logprobs,
+                                old_logprobs=None if old is None else old[micro.slots],
+                                rollout_logprobs=micro.rollout_logprobs,
+                                ref_logprobs=None if ref is None else ref[micro.slots],
+                                sequence=micro.sequence,
+                                advantages=micro.advantages,
+                                lengths=micro.lengths,
+                            )
+                        with self.watch("backward"):
+                            value.backward()
                     totals.add_micro_batch(value.detach(), entropy, sums)
-                totals.add_update(*self._optimizer_step(rate))
+                with self.watch("optimizer"):
+                    taken = self._optimizer_step(rate)
+                totals.add_update(*taken)
         return totals.metrics()
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -296,7 +325,7 @@ class Trainer:
         """Log-probabilities of all completion tokens, [num_completion_tokens], under the model as it is now."""
         table = torch.zeros(batch.num_completion_tokens, device=self.device)
         for micro in batch.micro_batches(list(sequences), self.config.optimizer.micro_batch_tokens, self.device):
-            with self._training_noise(micro, draw):
+            with self._training_noise(micro, draw), self.watch("score"):
                 table[micro.slots] = self._logprobs(micro)[0]
         return table
 

@@ -91,7 +91,7 @@ def test_the_recipes_fit_the_card_they_are_for(models, name, recipe):
 @pytest.mark.parametrize(
     "name, card, rank, new, micro_batch",
     [
-        ("72B", 80, 16, 4096, 16384),
+        ("72B", 80, 16, 4096, 13056),
         ("32B", 40, 32, 2048, 8192),
         ("14B", 24, 32, 2048, 8192),
         ("7B", 12, 32, 2048, 4096),

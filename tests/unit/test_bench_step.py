@@ -1,0 +1,131 @@
+"""`qerl bench step` on a CPU: random weights of every format, a whole step of a tiny model, the cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl.bench.meter import Meter, timed_functions
+from qerl.bench.models import SIZES, RandomWeights, write_folder
+from qerl.bench.step import Case, run_step
+from qerl.cli import app
+from qerl.config import ModelConfig
+from qerl.nn import head as head_module
+from qerl.nn.linear import PackedLinear
+from qerl.nn.load import load_model
+from qerl.nn.structure import decoder_layers, head
+
+CPU = torch.device("cpu")
+TINY = dict(model="tiny", completions=4, group=2, prompt_tokens=12, new_tokens=20)
+
+
+def random_model(folder: Path, format: str):
+    write_folder(folder, "tiny")
+    config = ModelConfig.model_validate({"path": str(folder), "format": format, "device": "cpu"})
+    return load_model(config, RandomWeights(config, CPU))[0]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "int4", "bf16"])
+def test_random_weights_are_in_the_format_and_keep_the_size_of_activations(tmp_path, format):
+    model = random_model(tmp_path, format)
+    linears = [m for m in decoder_layers(model).modules() if isinstance(m, torch.nn.Linear)]
+    assert len(linears) == 7 * SIZES["tiny"].layers
+    assert all(isinstance(linear, PackedLinear) == (format != "bf16") for linear in linears)
+    generator = torch.Generator().manual_seed(0)
+    for linear in [*linears, head(model)]:
+        x = torch.randn(200, linear.in_features, generator=generator)
+        assert 0.6 < linear(x).std() < 1.5
+    assert head(model).weight is model.get_input_embeddings().weight
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path):
+    first, second = (random_model(tmp_path, "nvfp4") for _ in range(2))
+    codes = [[m.weight for m in model.modules() if isinstance(m, PackedLinear)] for model in (first, second)]
+    assert all(map(torch.equal, *codes))
+    assert not torch.equal(codes[0][0], codes[0][-1][: len(codes[0][0])])
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nf4"])
+def test_a_whole_step_is_timed_part_by_part(format):
+    record = run_step(Case(format=format, **TINY, overrides=("optimizer.micro_batch_tokens=64",)), device="cpu")
+    assert "error" not in record
+    parts = record["parts"]
+    assert list(parts) == [
+        "load", "wake", "sync", "rollout", "sleep", "forward", "backward", "optimizer", "next decode",
+    ]  # fmt: skip
+    assert parts["forward"]["times"] == parts["backward"]["times"] == record["micro_batches"] == 2
+    assert 0 < parts["rollout"]["seconds"] <= record["rollout_s"] < record["step_s"]
+    assert record["forward_s"] + record["backward_s"] < record["update_s"]
+    assert 0 < record["head_s"] < record["forward_s"] + record["backward_s"]
+    assert (record["dequantisation_s"] > 0) == (format == "nf4")  # packed products have no dense copy on a CPU
+    size, new, tokens = SIZES["tiny"], 4 * 20, 4 * 32
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256
+    assert record["update_flops"] == 6 * (size.layers * layer * tokens + 128 * 2048 * new)
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr("qerl.rl.trainer.policy_loss", fail)
+    record = run_step(Case(**TINY), device="cpu")
+    assert record["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert list(record["parts"])[-1] == "forward"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "8B"], "--model 8B: choose one of tiny"),
+        (["--model", "tiny", "--completions", "9"], "9 completions are no whole groups of 8"),
+        (["--model", "tiny", "optimizer.micro_batch=3"], "settings are section.key=value"),
+        (["--model", "72B", "--cap", "30GB"], "72B in nvfp4 does not fit 30 GB with any setting"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+
+
+def test_functions_are_timed_while_asked_for_and_left_as_they_were():
+    function = vars(head_module._TokenLogprobs)["backward"]
+    hidden = torch.randn(6, 8, requires_grad=True)
+    with timed_functions([(head_module._TokenLogprobs, "backward")], CPU) as timed:
+        head_module.token_logprobs(hidden, torch.randn(11, 8), torch.arange(6))[0].sum().backward()
+    assert timed.calls == 1 and timed.seconds > 0
+    assert vars(head_module._TokenLogprobs)["backward"] is function
+
+
+def test_a_part_counts_all_its_occurrences():
+    with Meter(CPU) as meter:
+        for _ in range(3):
+            with meter("part"):
+                pass
+    assert meter.parts["part"].times == 3 and meter.parts["part"].seconds > 0
+
+
+def cases():
+    path = Path(__file__).parents[2] / "benchmarks" / "step" / "bench_step.py"
+    spec = importlib.util.spec_from_file_location("bench_step", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.CASES
+
+
+def test_the_models_that_have_to_fit_a_card_are_planned_to():
+    planned = {}
+    for case in cases()["fit"]:
+        result = CliRunner().invoke(app, ["bench", "step", "--dry-run", *case.arguments()])
+        record = json.loads(result.stdout)
+        planned[case.name] = record
+        assert record["planned_peak_gb"] < record["cap_gb"] - 0.5, case.name
+        assert record["sequences_at_a_time"] == case.completions or "rollout.kv_cache_tokens" in record["settings"]
+    assert len(planned) == 5
