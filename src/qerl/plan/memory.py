@@ -35,6 +35,7 @@ from qerl.engine.budget import num_pool_pages
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from qerl.kernels.lora import TILE
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
 from qerl.nn.attention import VARLEN_HAS_GQA
 from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
@@ -215,8 +216,9 @@ def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -
         if product.packed and 0 < max(of) <= MAX_RANK:
             rank, (rows, columns) = _round_up(max(of), RANK_STEP), padded_shape(product)
             total += b * rank * (len(of) * columns + rows) + _FP32 * len(of)
-        else:
-            total += b * sum(r * (li.rows + li.columns) for r, li in zip(of, product.linears, strict=True))
+        elif any(of):  # engine/projection.py: A side by side, B with the columns of the largest, tables (kernels/lora)
+            total += b * (sum(of) * product.columns + max(of) * sum(product.rows)) + _FP32 * len(of)
+            total += 4 * 4 * sum(-(-li.rows // TILE) for r, li in zip(of, product.linears, strict=True) if r)
         if all(linear.has_bias for linear in product.linears):
             total += b * sum(product.rows)
     sites = len(shape.layers) * 2 * shape.hidden

@@ -148,7 +148,8 @@ def tensors_of_copies(engine: PagedEngine) -> list[Tensor]:
         if projection._within is not None:
             tensors += projection._within
         if projection._beside is not None:
-            tensors += [projection._beside.a, *projection._beside.b]
+            expansion = projection._beside._expansion
+            tensors += [projection._beside._a, expansion.b, expansion.scaling, expansion.tiles]
         own = {base.bias.data_ptr() for base in projection._bases if base.bias is not None}
         tensors += [b for _, b in projection._products if b is not None and b.data_ptr() not in own]
     return tensors
