@@ -224,6 +224,8 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     method = found.get("quant_method")
     groups: dict[str, dict[str, Any]] = found.get("config_groups") or {}
     weights = [cast(dict[str, Any], group.get("weights") or {}) for group in groups.values()]
+    if found.get("transform_config"):  # Hadamard rotations and the like, which the weights are no good without
+        raise ValueError(f"{folder} wants transforms of its activations (transform_config): not supported")
     sizes = {part["group_size"] for part in (found, *weights) if "group_size" in part}
     for format, name in COMPRESSED_TENSORS.items():
         if method == "compressed-tensors" and found.get("format") == name and sizes <= {BLOCKS[format]}:

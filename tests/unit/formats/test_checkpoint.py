@@ -372,6 +372,14 @@ def test_an_unknown_quantization_is_named(config, tmp_path):
         Checkpoint(folder)
 
 
+def test_rotated_weights_are_refused(tmp_path):
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    config |= {"transform_config": {"config_groups": {"v": {"type": "hadamard"}}}}
+    folder = write(tmp_path / "in", {"model.safetensors": layer_weights()}, {"quantization_config": config})
+    with pytest.raises(ValueError, match="wants transforms of its activations"):
+        Checkpoint(folder)
+
+
 def test_a_missing_tensor_is_named(packed):
     checkpoint = Checkpoint(packed)
     with pytest.raises(ValueError, match=r"has no tensor model\.layers\.9\.up"):
