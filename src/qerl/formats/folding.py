@@ -47,6 +47,13 @@ class Fold(NamedTuple):
             folded = folded / (self.outputs[:, None] if weight.ndim == 2 else self.outputs)
         return folded if self.inputs is None else folded * self.inputs
 
+    def unfolded(self, weight: Float[Tensor, "*n k"]) -> Float32[Tensor, "*n k"]:
+        """The inverse of `weight`."""
+        before = weight.float()
+        if self.outputs is not None:
+            before = before * (self.outputs[:, None] if weight.ndim == 2 else self.outputs)
+        return before if self.inputs is None else before / self.inputs
+
     def bias(self, bias: Float[Tensor, " n"]) -> Float32[Tensor, " n"]:
         """A linear's bias, folded, in fp32."""
         return bias.float() if self.outputs is None else bias.float() / self.outputs

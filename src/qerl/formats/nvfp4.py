@@ -1,4 +1,4 @@
-"""NVFP4: what its bits mean, and the two ways to choose a block's scale. Pure PyTorch, any device, no kernels.
+"""NVFP4: what its bits mean, and the two ways to choose a block's scale. Pure PyTorch; on a GPU, nvfp4_cuda.py.
 
 A weight matrix [N, K] is cut along K into blocks of 16 values. A weight is
 
@@ -15,7 +15,7 @@ scale, and then for each block either
             with `importance`, each column's squared error is weighted by it
 
 Contract: K is a multiple of 16; codes and scales are deterministic and equal on every device; rows are worked through
-in pieces, so that memory beyond the result is a few MB (a few hundred on a GPU). docs/nvfp4.md draws the bits and works
+in pieces, so that memory beyond the result is a few MB. docs/nvfp4.md draws the bits and works
 a block by hand.
 Files are formats/checkpoint.py's and writing.py's business, the order of bytes in memory kernels/layout.py's.
 """
@@ -48,10 +48,9 @@ _REACHED_ABOVE = (0.25, 1.25, 2.5, 5.0)  # midpoints below codes 1, 3, 5, 7
 # E4M3 codes that the sweep tries, counted from amax's own. Eight codes are a factor of two. On Gaussian, Laplace,
 # Student-t and uniform blocks and on layers of Qwen2.5 the best of all 126 was never more than 3 below or 7 above. (A
 # block of few distinct values may have a better one farther up; the one chosen is still no worse than amax's.)
-_SWEEP = range(-4, 9)
+SWEEP = range(-4, 9)
 
-# Weights worked on at a time: a few float32 temporaries of this size stay in a core's (a GPU's) second-level cache.
-_PIECE = {"cpu": 1 << 16, "cuda": 1 << 23}
+_PIECE = 1 << 16  # weights worked on at a time: a few float32 temporaries of this size stay in a core's L2 cache
 
 
 class NVFP4Tensor(NamedTuple):
@@ -87,9 +86,15 @@ def quantize(
         global_scale = shared_global_scale([weight], [name])
     else:
         finite_amax([weight], [name])
-    codes = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8, device=weight.device)
-    rows = max(1, _PIECE.get(weight.device.type, _PIECE["cpu"]) // max(k, 1))
+    if weight.is_cuda:
+        from qerl.formats.nvfp4_cuda import quantize_pieces  # Triton is there where CUDA is
+
+        tried = SWEEP if scale == "sweep" else range(0)
+        codes, scales = quantize_pieces(weight, global_scale, importance, tried.start, tried.stop)
+        return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), global_scale)
+    codes = torch.empty(n, k // 2, dtype=torch.uint8)
+    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8)
+    rows = max(1, _PIECE // max(k, 1))
     for piece in range(0, n, rows):
         blocks = weight[piece : piece + rows].float().reshape(-1, k // BLOCK, BLOCK)
         magnitudes = blocks.abs()
@@ -201,7 +206,7 @@ def _best_scale_codes(
 ) -> UInt8[Tensor, "n b"]:
     """Of the E4M3 codes around `start`, the one with the least squared error; the smallest of equals; 0 stays 0."""
     best, least = start.clone(), torch.full(start.shape, torch.inf, device=start.device)
-    for offset in _SWEEP:
+    for offset in SWEEP:
         candidate = (start.int() + offset).clamp(1, E4M3_MAX_CODE).to(torch.uint8)
         value = _e4m3_values(candidate)
         error = squared_error(magnitudes / (value * global_scale).unsqueeze(2), importance) * value.square()

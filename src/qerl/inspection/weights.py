@@ -3,9 +3,9 @@
     open_pair(config, against) -> (model, reference) as `Base`s -> compare_weights -> WeightComparison
 
 The model is a packed folder, or a bf16 folder as a run would quantise it while it loads. The reference is a bf16 (fp16,
-fp32) folder; by default, for a bf16 model, the same. SQNR is the error of each weight as a number: where a calibration
-has scaled channels and folded the factors into norms, weights differ for that reason, and only text can tell. So the
-other tensors are compared too, and those that differ are named.
+fp32) folder; by default, for a bf16 model, the same. SQNR is the error of each weight as a number: factors that AWQ has
+folded into the model are taken out first, where the folder names them (formats/folding.py). The other tensors are
+compared too, as they are, and those that differ are named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import Distortion, dequantize, distortion
+from qerl.formats.folding import Fold, read_folds
 from qerl.nn.load import Base, model_folder, open_base
 
 Progress = Callable[[int, int], None]
@@ -117,11 +118,16 @@ def open_pair(config: ModelConfig, against: Path | None) -> tuple[Base, Base]:
 def compare_weights(model: Base, reference: Base, progress: Progress | None = None) -> WeightComparison:
     """Every linear of `model` against `reference`'s, one group in memory at a time."""
     layers: list[Layer] = []
+    folds = read_folds(model.folder) if model.folder != reference.folder else {}
     for done, group in enumerate(model.groups):
         parts = model.codes(group) if group.packed else [model.weight(name) for name in group.names]
         for name, part in zip(group.names, parts, strict=True):
             weight = reference.weight(name)
             values = part if isinstance(part, torch.Tensor) else dequantize(part, name=name)
+            fold = folds.get(model.source.modules[name])
+            if fold is not None:
+                fold = Fold(*(None if factors is None else factors.to(model.device) for factors in fold))
+                values = fold.unfolded(values)
             stored = [part] if isinstance(part, torch.Tensor) else [t for t in part if t is not None]
             bits = 8 * sum(t.nbytes for t in stored) / weight.numel()
             rows, columns = weight.shape

@@ -1,0 +1,144 @@
+"""Speed of quantising: `python benchmarks/quantise.py [--gigabytes 28] [--shard 5] [--scratch FOLDER]`.
+
+First from memory, on a GPU: GB a second of bf16 weights, for matrices of a 14B model and each rule of scales, global
+scale and check for NaN included; their first rows must have the bits that the CPU gives. Then, with --gigabytes, from
+disk to disk: a synthetic folder of that size in shards of --shard GB, with the layers of a 14B model, through
+formats/writing.py's quantize_checkpoint, and the most memory that the process took beyond what it had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qerl.display import ByteProgress
+from qerl.formats import nvfp4
+from qerl.formats.codes import MXFP4, NVFP4
+from qerl.formats.nvfp4 import NVFP4Tensor
+from qerl.formats.writing import quantize_checkpoint
+
+HIDDEN, INTERMEDIATE = 5120, 13824  # Qwen2.5-14B
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (1024, HIDDEN),
+    "self_attn.v_proj": (1024, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+
+
+def same_bits(a: NVFP4Tensor, b: NVFP4Tensor, rows: int) -> bool:
+    return all(
+        torch.equal(x[:rows].cpu().view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a[:2], b[:2], strict=True)
+    )
+
+
+def from_memory() -> None:
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name()}: GB/s of bf16 weights, quantised from memory")
+    print("| matrix | amax | sweep | weighted | mxfp4, sweep | bits as on the CPU |\n|---|---|---|---|---|---|")
+    for n, k in ((INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (1024, HIDDEN)):
+        weight = torch.randn(n, k, device=device).mul_(0.02).bfloat16()
+        importance = torch.rand(k, device=device)
+        rates, same = [], []
+        for format, weights in ((NVFP4("amax"), None), (NVFP4(), None), (NVFP4(), importance), (MXFP4(), None)):
+            best = float("inf")
+            for _ in range(6):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                codes = format.quantize(weight, shared=format.share([weight], ["weight"]), importance=weights)
+                torch.cuda.synchronize()
+                best = min(best, time.perf_counter() - start)
+            rates.append(f"{weight.nbytes / best / 1e9:.1f}")
+            if isinstance(codes, NVFP4Tensor) and isinstance(format, NVFP4):
+                on_cpu = nvfp4.quantize(
+                    weight[:128].cpu(),
+                    scale=format.scale,
+                    global_scale=codes.global_scale.cpu(),
+                    importance=None if weights is None else weights.cpu(),
+                )
+                same.append(same_bits(codes, on_cpu, 128))
+        print(f"| {n} x {k} | {' | '.join(rates)} | {all(same)} |", flush=True)
+
+
+def write_folder(folder: Path, gigabytes: float, shard_gigabytes: float) -> int:
+    """Layers of random weights, as many as fit, in shards; how many."""
+    layer = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in LINEARS.items()}
+    num_layers = max(1, round(gigabytes * 1e9 / sum(t.nbytes for t in layer.values())))
+    folder.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    held, number = 0, 0
+
+    def save() -> None:
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        tensors.clear()
+
+    for i in range(num_layers):
+        for name, tensor in layer.items():
+            if held + tensor.nbytes > shard_gigabytes * 1e9:
+                save()
+                held, number = 0, number + 1
+            tensors[f"model.layers.{i}.{name}.weight"] = tensor.clone()
+            held += tensor.nbytes
+    save()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    return num_layers
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def from_disk(gigabytes: float, shard: float, scratch: Path) -> None:
+    source, target = scratch / "source", scratch / "target"
+    num_layers = write_folder(source, gigabytes, shard)
+    if (pid := os.fork()) == 0:  # another process, so that what the folder's making took does not count
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.ones(1, device=device)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        before, start = resident("VmRSS"), time.perf_counter()
+        report = quantize_checkpoint(source, target, device=device, progress=ByteProgress(sys.stderr))
+        seconds, most = time.perf_counter() - start, resident("VmHWM") - before
+        largest = max(file.stat().st_size for file in source.glob("*.safetensors"))
+        print(
+            f"{num_layers} layers, {report['source_bytes'] / 1e9:.2f} GB -> {report['target_bytes'] / 1e9:.2f} GB in "
+            f"{seconds:.1f} s on {device}: {report['source_bytes'] / seconds / 1e9:.2f} GB/s; host memory at most "
+            f"{most / 1e9:.2f} GB more, {most / largest:.2f} of a shard"
+        )
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    shutil.rmtree(scratch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=0)
+    parser.add_argument("--shard", type=float, default=5)
+    parser.add_argument("--scratch", type=Path, default=Path("quantise-scratch"))
+    options = parser.parse_args()
+    if options.gigabytes:
+        from_disk(options.gigabytes, options.shard, options.scratch)  # before CUDA is touched, since it forks
+    if torch.cuda.is_available():
+        from_memory()
+
+
+if __name__ == "__main__":
+    main()
