@@ -239,6 +239,12 @@ class RolloutConfig(Section):
     batch_invariant: bool = False
     """A completion has the same bits whatever else is in the batch: products in blocks of 64 tokens, prompts cut and
     attended to alone, no completion interrupted. Slower, above all for few sequences (docs/engine.md)."""
+    head_format: Literal["auto", "nvfp4"] = "auto"
+    """The head that samples: auto, the model's own; nvfp4, a copy in 4.5 bits a weight, faster to read, with
+    log-probabilities of its own, which importance correction compares with the trainer's (docs/engine.md)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """What keys and values are kept as: auto, the activations' dtype; fp8, E4M3 with a scale for each head of a token:
+    about half the memory, and log-probabilities that differ a little (docs/engine.md says how much)."""
     kv_cache_tokens: int | None = Field(default=None, ge=64)
     """Most tokens that the KV cache holds; what max_batch_size sequences of full length need is never exceeded."""
     kv_cache_memory: str | None = None

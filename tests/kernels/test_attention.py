@@ -19,6 +19,7 @@ from triton_runs import (
 
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.attention.reference import decode_attention_reference
+from qerl.kernels.e4m3 import decode, encode
 
 PAGE = 16
 RAGGED = [1, PAGE - 1, PAGE, PAGE + 1, 64, 127, 128, 129, 257, 700, 2200]
@@ -40,6 +41,7 @@ class Problem:
         columns: int = 0,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        coded: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(len(lengths) + group)
         counts = [-(-n // PAGE) for n in lengths]
@@ -50,14 +52,22 @@ class Problem:
         q = 3 * torch.randn(len(lengths), kv_heads * group, head_dim, generator=generator)
         self.q, self.pages = q.to(device, dtype), pages.to(device, dtype)
         self.table, self.lengths = table.to(device), torch.tensor(lengths, device=device)
+        self.scales = None
+        if coded:
+            pages *= torch.rand(pages.shape[:-1], generator=generator)[..., None]  # scales that differ
+            self.pages, scales = encode(pages.to(device))
+            self.scales = scales.transpose(2, 3).contiguous()
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.pages, self.table, self.lengths
+        return (self.q, self.pages, self.table, self.lengths, *([] if self.scales is None else [self.scales]))
 
     def rows(self, sequence: int) -> torch.Tensor:
         """[2, length, kv_heads, d]: keys and values of a sequence."""
-        return self.pages[:, self.table[sequence]].flatten(1, 2)[:, : self.lengths[sequence]]
+        pages = self.pages
+        if self.scales is not None:
+            pages = decode(pages, self.scales.transpose(2, 3), torch.float32)
+        return pages[:, self.table[sequence]].flatten(1, 2)[:, : self.lengths[sequence]]
 
     def exact(self) -> torch.Tensor:
         """By the equation, in fp64."""
@@ -70,9 +80,14 @@ class Problem:
 
     def poison(self) -> None:
         """NaN in every row that is past its sequence's end, so that reading one shows."""
-        self.pages[:, 0] = torch.nan
+        coded = self.scales is not None
+        nan = 0x7F if coded else torch.nan
+        self.pages[:, 0] = nan
         for table, length in zip(self.table, self.lengths, strict=True):
-            self.pages[:, table[(length - 1) // PAGE], (length - 1) % PAGE + 1 :] = torch.nan
+            page, first = table[(length - 1) // PAGE], (length - 1) % PAGE + 1
+            self.pages[:, page, first:] = nan
+            if coded:
+                self.scales[:, page, :, first:] = torch.nan
 
 
 def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
@@ -108,6 +123,26 @@ def test_the_kernel_equals_the_reference_at_ragged_lengths(group, head_dim, devi
     assert y.dtype == dtype and y.shape == problem.q.shape
     close(y, exact, dtype)
     close(y, reference.double(), dtype)
+
+
+def test_the_reference_reads_codes() -> None:
+    problem = Problem(RAGGED, group=4, coded=True)
+    close(decode_attention(*problem.arguments), problem.exact(), torch.float32)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group, head_dim", [(7, 128), (4, 64)])
+def test_the_kernel_reads_codes(group, head_dim, device):
+    """As exactly as it reads bf16; in the interpreter with fp32 queries also tightly. Scales differ by token."""
+    from qerl.kernels.attention.paged import paged_attention
+
+    dtype = torch.float32 if device == "cpu" and head_dim == 64 else torch.bfloat16
+    problem = Problem(RAGGED, group=group, head_dim=head_dim, device=device, dtype=dtype, coded=True)
+    exact = problem.exact()
+    problem.poison()
+    y = paged_attention(*problem.arguments)
+    close(y, exact, dtype)
 
 
 @needs_triton
@@ -179,14 +214,15 @@ def test_in_tritons_interpreter():
 @needs_triton
 @outer_run
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("group, head_dim", [(7, 128), (7, 64)])
-def test_both_kernels_compile(group, head_dim, capability, monkeypatch):
+@pytest.mark.parametrize("group, head_dim, coded", [(7, 128, False), (7, 64, False), (7, 128, True)])
+def test_both_kernels_compile(group, head_dim, coded, capability, monkeypatch):
     from qerl.kernels.attention.paged import paged_attention
 
-    problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16)
+    problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded)
     split, join = compile_launches(capability, monkeypatch, lambda: paged_attention(*problem.arguments))
     assert split.metadata.shared <= SHARED_MEMORY and join.metadata.shared <= SHARED_MEMORY
     assert "mma" in split.asm["ptx"]
+    assert ("e4m3x2" in split.asm["ptx"]) == (coded and capability >= 89)
 
 
 @pytest.mark.parametrize("device", [GPU])

@@ -100,20 +100,22 @@ class ChunkAttention:
 
     def destination(self, layer: int) -> Destination:
         """See `Attention`."""
-        return Destination(self._cache.pool[layer], self._rows)
+        pages, scales = self._cache.of_layer(layer)
+        return Destination(pages, self._rows, scales)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention`."""
+        """See `Attention`. With fp8, a chunk sees its own keys and values as those see them that read its pages."""
         outputs = []
-        pages = self._cache.pool[layer].flatten(1, 2)  # [2, rows, kv_heads, d]
         num_continued = sum(self._lengths)
         for queries, context in zip(q[:num_continued].split(self._lengths), self._contexts, strict=True):
-            keys, values = (x[context].transpose(0, 1)[None] for x in pages)
+            keys, values = (x.transpose(0, 1)[None] for x in self._cache.read(layer, context))
             mask = causal_lower_right(len(queries), len(context))
             y = F.scaled_dot_product_attention(
                 queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
             )
             outputs.append(y[0].transpose(0, 1).flatten(1))
+        if self._whole and self._cache.scales is not None:
+            k, v = self._cache.read(layer, self._rows)
         first = num_continued
         for length, attend in self._whole:
             rows = slice(first, first := first + length)
@@ -139,16 +141,17 @@ class DecodeAttention:
 
     def destination(self, layer: int) -> Destination:
         """See `Attention`."""
-        return Destination(self._cache.pool[layer], self._rows)
+        pages, scales = self._cache.of_layer(layer)
+        return Destination(pages, self._rows, scales)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
-        pages = self._cache.pool[layer]
+        pages, scales = self._cache.of_layer(layer)
         if self._pages is None:
-            return decode_attention(q, pages, self._page_table, self._lengths).flatten(1)
+            return decode_attention(q, pages, self._page_table, self._lengths, scales).flatten(1)
         rows = [slice(i, i + 1) for i in range(len(q))]
         outputs = [
-            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i])
+            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i], scales)
             for i, n in zip(rows, self._pages, strict=True)
         ]
         return torch.cat(outputs).flatten(1)

@@ -29,7 +29,7 @@ from qerl.engine.attention import PromptAttention
 from qerl.engine.budget import check_pages, num_pool_pages, total_bytes
 from qerl.engine.drafts import Draft, Group, pages_alone
 from qerl.engine.hf import TransformersEngine
-from qerl.engine.kv_cache import PAGE_SIZE, KVCache, PagePool, num_pages
+from qerl.engine.kv_cache import PAGE_SIZE, KVCache, PagePool, num_pages, token_bytes
 from qerl.engine.model import Decoder, sliding_window, unsupported
 from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
@@ -58,14 +58,19 @@ def build_engine(
         reason = f"its layers see {window} tokens, fewer than rollout.max_completion_length needs"
     if config.engine == "qerl" and reason is not None:
         raise ValueError(f'rollout.engine = "qerl" cannot sample from this model: {reason}; use "auto" or "hf"')
-    if config.batch_invariant and (config.engine == "hf" or reason is not None):
-        raise ValueError(
-            f"rollout.batch_invariant is of qerl's own engine, and this run samples through transformers: "
-            f"{reason or 'rollout.engine is hf'}; set it to false"
-        )
     if config.engine == "hf" or reason is not None:
+        for name in _OWN_SETTINGS:
+            if getattr(config, name) != RolloutConfig.model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name} is of qerl's own engine, and this run samples through transformers: "
+                    f"{reason or 'rollout.engine is hf'}; leave it out"
+                )
         return TransformersEngine(model, eos_ids=eos_ids, config=config, reason=reason or 'rollout.engine is "hf"')
     return PagedEngine(model, eos_ids=eos_ids, config=config, max_prompt_length=max_prompt_length)
+
+
+_OWN_SETTINGS = ("batch_invariant", "kv_cache_dtype", "head_format")
+"""What changes results, and transformers' engine does not have."""
 
 
 class _Sizes(NamedTuple):
@@ -85,11 +90,14 @@ class PagedEngine:
         self._model, self._eos_ids, self._config = model, list(eos_ids), config
         self._window, self._max_positions = sliding_window(model), max_positions(model)
         with torch.inference_mode():
-            self._decoder = decoder = Decoder(model, batch_invariant=config.batch_invariant)
+            self._decoder = decoder = Decoder(
+                model, batch_invariant=config.batch_invariant, packs_head=config.head_format == "nvfp4"
+            )
         if config.batch_invariant and decoder.device.type == "cuda":
             _check_has_kernel(decoder.dtype, decoder.head_dim)
-        page_numbers = decoder.num_layers * 2 * PAGE_SIZE * decoder.kv_heads * decoder.head_dim
-        self._page_bytes, self._total_bytes = page_numbers * decoder.dtype.itemsize, total_bytes(decoder.device)
+        self._fp8 = config.kv_cache_dtype == "fp8"
+        of_token = token_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize, fp8=self._fp8)
+        self._page_bytes, self._total_bytes = decoder.num_layers * PAGE_SIZE * of_token, total_bytes(decoder.device)
         self._sizes = _Sizes(0, 0, 0)
         self._cache: KVCache | None = None
         self._runner: Runner | None = None
@@ -227,6 +235,7 @@ class PagedEngine:
                 head_dim=decoder.head_dim,
                 dtype=decoder.dtype,
                 device=decoder.device,
+                fp8=self._fp8,
             )
         except torch.OutOfMemoryError as error:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Memory for keys and values: a pool of pages, each with a reference count, and the tensor behind it.
 
     KVCache.pool  [layers, 2 (k, v), pages, page_size, kv_heads, head_dim]
+    with fp8      E4M3 codes, and scales [layers, 2, pages, kv_heads, page_size] (kernels/e4m3.py)
     a sequence    page ids [p0, p1, ...]; its token t lives in page p[t // page_size], row t % page_size
 
 A group's prompt is run once. Its full pages are shared by all completions (one reference each, and one of the group's);
@@ -18,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
+
+from qerl.kernels.e4m3 import decode
 
 PAGE_SIZE = 16
 """Tokens a page: about half of that is unused at the end of a sequence, and a page's rows are read in one run."""
@@ -28,6 +31,11 @@ PAGE_SIZE = 16
 def num_pages(num_tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-num_tokens // PAGE_SIZE)
+
+
+def token_bytes(kv_heads: int, head_dim: int, activation_bytes: int, *, fp8: bool) -> int:
+    """Key and value of one token in one layer: numbers of the activations' size, or codes and a float32 a head."""
+    return 2 * kv_heads * (head_dim + 4 if fp8 else head_dim * activation_bytes)
 
 
 class PagePool:
@@ -72,21 +80,48 @@ class PagePool:
 
 
 class KVCache:
-    """The keys and values of all pages, of all layers, in one tensor that stays where it is."""
+    """The keys and values of all pages, of all layers, in one tensor (fp8: two) that stays where it is."""
 
     def __init__(
-        self, *, layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        pages: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: bool = False,
     ) -> None:
+        """dtype: of the activations, and of what is kept unless that is E4M3 codes."""
+        self._dtype = dtype
         # Zeros: attention gives rows past a sequence's end the weight 0, and 0 * NaN would be NaN.
-        self.pool: Float[Tensor, "layers 2 pages page kv_heads head_dim"] = torch.zeros(
-            layers, 2, pages, PAGE_SIZE, kv_heads, head_dim, dtype=dtype, device=device
+        self.pool: Shaped[Tensor, "layers 2 pages page kv_heads head_dim"] = torch.zeros(
+            layers, 2, pages, PAGE_SIZE, kv_heads, head_dim, dtype=torch.uint8 if fp8 else dtype, device=device
         )
+        self.scales: Float32[Tensor, "layers 2 pages kv_heads page"] | None = None
+        if fp8:
+            self.scales = torch.zeros(layers, 2, pages, kv_heads, PAGE_SIZE, device=device)
 
     @property
     def num_pages(self) -> int:
         """Pages of the pool."""
         return self.pool.shape[2]
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Pages, and scales of codes, as kernels/rope writes and kernels/attention reads them."""
+        return self.pool[layer], None if self.scales is None else self.scales[layer]
+
+    def read(self, layer: int, rows: Int64[Tensor, " t"]) -> Float[Tensor, "2 t kv_heads head_dim"]:
+        """Keys and values of t tokens, each in row page * PAGE_SIZE + offset, in the activations' dtype."""
+        pages, scales = self.of_layer(layer)
+        numbers = pages.flatten(1, 2)[:, rows]
+        if scales is None:
+            return numbers
+        return decode(numbers, scales.transpose(2, 3)[:, rows // PAGE_SIZE, rows % PAGE_SIZE], self._dtype)
+
     def copy_pages(self, source: Int64[Tensor, " n"], target: Int64[Tensor, " n"]) -> None:
         """Copy n whole pages, in every layer. No page is both source and target."""
-        self.pool[:, :, target] = self.pool[:, :, source]
+        for tensor in (self.pool, self.scales):
+            if tensor is not None:
+                tensor[:, :, target] = tensor[:, :, source]

@@ -3,14 +3,14 @@
     x = embedding[token]
     per layer   q, k, v = qkv(norm(x));  x += o(attend(rotate(q), rotate(k), v))       norm: noisy (engine/norms.py)
                 gate, up = gate_up(norm(x));  x += down(silu(gate) * up)
-    logits = head(final_norm(x))
+    logits = head(final_norm(x))                                                      head: as it is, or in NVFP4
 
 Knows Llama, Mistral, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norms on the heads of q and k); `unsupported` says why a
-model is none of these. Weights, embedding and head are the model's, read at every call; adapters and norm vectors are
-copies that `sync` refreshes; rotary angles come from the model's own module, so that scaled positions are right.
-Rounding follows the trainer's forward pass: activations in the embedding's dtype, norms in fp32, products as in
-projection.py. Between two products runs one operation of kernels/: norm (which also adds what the block before gave),
-rope, attention or activation.
+model is none of these. Weights, embedding and head are the model's, read at every call (an NVFP4 head is a copy, made
+once: the trainer's is frozen); adapters and norm vectors are copies that `sync` refreshes; rotary angles come from the
+model's own module, so that scaled positions are right. Rounding follows the trainer's forward pass: activations in the
+embedding's dtype, norms in fp32, products as in projection.py. Between two products runs one operation of kernels/:
+norm (which also adds what the block before gave), rope, attention or activation.
 
 Called by the runner, with an attention of attention.py, and by the probe. Leaves out sliding windows.
 """
@@ -30,9 +30,12 @@ from qerl.engine.attention import Attention
 from qerl.engine.blocks import in_blocks
 from qerl.engine.norms import Gains, NormBuffers
 from qerl.engine.projection import Projection, base_linear
+from qerl.formats.nvfp4 import quantize
 from qerl.kernels.activation import swiglu
+from qerl.kernels.layout import pack
 from qerl.kernels.norm import add_rms_norm_
 from qerl.kernels.rope import HeadNorms, rotate_and_store_
+from qerl.kernels.w4a16 import MAX_FUSED_TOKENS, w4a16
 from qerl.nn import structure
 from qerl.nn.lora import is_lora
 from qerl.noise import SITE_NAMES, NoiseDraw
@@ -53,10 +56,11 @@ class _Layer:
 class Decoder:
     """See the module's text. All sizes of the cache are here: num_layers, kv_heads, head_dim, dtype, device."""
 
-    def __init__(self, model: nn.Module, *, batch_invariant: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, batch_invariant: bool = False, packs_head: bool = False) -> None:
         """model: transformers' causal language model, with or without PEFT, that `unsupported` has nothing against.
 
-        batch_invariant: products in blocks (blocks.py), so that a token's bits do not depend on the others.
+        batch_invariant: products in blocks (blocks.py), so that a token's bits do not depend on the others;
+        packs_head: logits come from a copy of the head in NVFP4.
         """
         self._batch_invariant = batch_invariant
         body, head = structure.decoder(model), structure.head(model)
@@ -64,6 +68,7 @@ class Decoder:
         layers: list[Any] = list(structure.decoder_layers(model))
         self._embedding: Float[Tensor, "v h"] = embedding.weight.detach()
         self._head, self._head_bias = head.weight.detach(), head.bias
+        self._packed_head = pack([quantize(self._head)]) if packs_head else None
         self._angles = _angles(cast(nn.Module, body.rotary_emb), self._embedding, body.config.max_position_embeddings)
         self._eps: float = body.config.rms_norm_eps
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -129,11 +134,18 @@ class Decoder:
         return add_rms_norm_(x, delta, final_norm, self._eps)
 
     def logits(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:
-        """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py)."""
-        hidden = hidden.to(self._head.dtype)
+        """Scores of the next token: a product in the head's dtype, as in the trainer's (nn/head.py), or packed."""
         if self._batch_invariant:
-            return in_blocks(lambda block: [F.linear(block, self._head, self._head_bias)], hidden)[0]
-        return F.linear(hidden, self._head, self._head_bias)
+            return in_blocks(lambda block: [self._scores(block)], hidden)[0]
+        if self._packed_head is None or len(hidden) <= MAX_FUSED_TOKENS:
+            return self._scores(hidden)
+        return torch.cat([self._scores(rows) for rows in hidden.split(MAX_FUSED_TOKENS)])  # more would unpack the head
+
+    def _scores(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:
+        if self._packed_head is None:
+            return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias)
+        bias = None if self._head_bias is None else self._head_bias.to(hidden.dtype)
+        return w4a16(hidden, self._packed_head, bias)
 
 
 def _angles(rotary: nn.Module, like: Tensor, positions: int) -> Float[Tensor, "positions 2 half"]:

@@ -32,7 +32,7 @@ from functools import cached_property
 from qerl.config import RunConfig
 from qerl.engine.blocks import BLOCK
 from qerl.engine.budget import num_pool_pages
-from qerl.engine.kv_cache import PAGE_SIZE, num_pages
+from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from qerl.kernels.lora import TILE
@@ -146,15 +146,21 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
             evaluation.num_problems, evaluation.num_samples, evaluation.top_p < 1, noise_per_slot=False
         )
     tokens, completion_tokens = micro_batch(config, prompt, new)
+    if rollout.head_format == "nvfp4":
+        state["engine's packed head"] = product_bytes(_head(shape), target.activation_bytes)
     slots = max(_slots(config, call) for call in calls.values())  # the engine keeps the largest cache it needed
     pages = kv_pages(shape, config, target, slots, prompt, new)
     prefill = max(_prefill_tokens(config, call, prompt, new) for call in calls.values())
-    always = model | state | {"dequantisation scratch": dequantisation_scratch(shape, target, prefill)}
+    scratch = dequantisation_scratch(shape, target, prefill)
+    if rollout.head_format == "nvfp4" and not target.on_gpu:
+        rows, columns = padded_shape(_head(shape))
+        scratch = max(scratch, rows * columns * _FP32)
+    always = model | state | {"dequantisation scratch": scratch}
     if target.on_gpu:
         always["product workspaces"] = _STREAMS * _CUBLAS_WORKSPACE + _SHARED_SUMS
     phases = {"load": model | {"loading": _loading(shape, target)}}
     for name, call in calls.items():
-        phases[name] = always | {"KV cache": kv_pool_bytes(shape, target, pages)}
+        phases[name] = always | {"KV cache": kv_pool_bytes(shape, config, target, pages)}
         phases[name] |= _sampling_parts(shape, config, target, call, prompt, new)
     activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
     phases["update"] = always | {"gradients": _FP32 * trained} | activations
@@ -225,6 +231,10 @@ def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -
     return total + _FP32 * (shape.num_norm_weights + sites)
 
 
+def _head(shape: ModelShape) -> Product:
+    return Product((Linear("lm_head", shape.vocabulary, shape.hidden, has_bias=False),), packed=True)
+
+
 def _loading(shape: ModelShape, target: Target) -> int:
     """One product's bf16 weights, its codes in the file's order, and a piece of it in float32."""
     largest = max((sum(p.rows) * p.columns for p in shape.products if p.packed), default=0)
@@ -240,18 +250,19 @@ def kv_pages(shape: ModelShape, config: RunConfig, target: Target, slots: int, p
     total = target.total_bytes
     if total is None and "%" in (config.rollout.kv_cache_memory or ""):
         raise ValueError("rollout.kv_cache_memory is a share of a GPU's memory: name a GPU, such as --gpu 24GB")
-    page_bytes = PAGE_SIZE * _kv_bytes(shape, target) * len(shape.layers)
+    page_bytes = PAGE_SIZE * _kv_bytes(shape, config, target) * len(shape.layers)
     return num_pool_pages(config.rollout, page_bytes, total or 0, slots=slots, pages_per_slot=num_pages(prompt + new))
 
 
-def kv_pool_bytes(shape: ModelShape, target: Target, pages: int) -> int:
-    """The pool's tensor, with the spare page."""
-    return (pages + 1) * PAGE_SIZE * _kv_bytes(shape, target) * len(shape.layers)
+def kv_pool_bytes(shape: ModelShape, config: RunConfig, target: Target, pages: int) -> int:
+    """The pool, with the spare page."""
+    return (pages + 1) * PAGE_SIZE * _kv_bytes(shape, config, target) * len(shape.layers)
 
 
-def _kv_bytes(shape: ModelShape, target: Target) -> int:
+def _kv_bytes(shape: ModelShape, config: RunConfig, target: Target) -> int:
     """Keys and values of one token in one layer."""
-    return 2 * shape.kv_heads * shape.head_dim * target.activation_bytes
+    fp8 = config.rollout.kv_cache_dtype == "fp8"
+    return token_bytes(shape.kv_heads, shape.head_dim, target.activation_bytes, fp8=fp8)
 
 
 def _sampling_parts(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,17 +14,19 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 
+import qerl.nn.attention
 from qerl.config import LoraConfig, RolloutConfig
 from qerl.engine.engine import build_engine
 from qerl.formats import int4, nf4
-from qerl.formats.nvfp4 import quantize
+from qerl.formats.nvfp4 import dequantize, quantize
 from qerl.kernels.coded import CodedWeight
+from qerl.kernels.e4m3 import decode, encode
 from qerl.kernels.layout import pack
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear
 from qerl.nn.lora import LoraLinear, attach_lora
 from qerl.nn.rmsnorm import RMSNorm
-from qerl.nn.structure import decoder_layers
+from qerl.nn.structure import decoder_layers, head
 from qerl.noise import NoiseDraw, applied
 from qerl.types import Completion, Request, SamplingParams
 
@@ -158,15 +162,41 @@ def gap(
     return float(torch.cat(differences).mean())
 
 
-def assert_as_exact_as_transformers(family: str, per: str, device: str) -> None:
+@contextmanager
+def rounded_keys_and_values() -> Iterator[None]:
+    """Transformers' attention sees them as 8-bit pages hold them."""
+    attend = qerl.nn.attention.sdpa_attention_forward
+
+    def rounded(module, query, key, value, *args, **kwargs):
+        key, value = (decode(*encode(x), x.dtype) for x in (key, value))
+        return attend(module, query, key, value, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qerl.nn.attention, "sdpa_attention_forward", rounded)
+        yield
+
+
+@torch.no_grad()
+def round_head_(model: nn.Module) -> None:
+    """Make a head that is not tied what its copy in NVFP4 is."""
+    weight = head(model).weight
+    weight.copy_(dequantize(quantize(weight)))
+
+
+def assert_as_exact_as_transformers(family: str, per: str, device: str, **settings: str) -> None:
     """bf16: at most 1.5 times as far from fp32 as transformers' forward is, and far from what noise or LoRA change.
 
-    All three see the same codes, adapters and noise, and score the tokens that the engine drew.
+    All three see the same codes, adapters and noise, and score the tokens that the engine drew. settings: of the
+    rollout; transformers' keys, values and head are rounded as they say.
     """
     draw = NoiseDraw(seed=1, step=1, sigma=5e-2, per=per)
     model, exact = policy(family, dtype=torch.bfloat16, device=device), policy(family)
-    engine = build_engine(model, eos_ids=(), config=RolloutConfig(engine="qerl"))
+    engine = build_engine(model, eos_ids=(), config=RolloutConfig.model_validate({"engine": "qerl", **settings}))
     engine.sync(draw)
+    if "head_format" in settings:
+        round_head_(model)
+        round_head_(exact)
+    attention = rounded_keys_and_values if "kv_cache_dtype" in settings else nullcontext
     asked = requests(3, 20, 41, samples=4, max_new_tokens=48)
     results = engine.generate(asked, SamplingParams())
 
@@ -175,12 +205,12 @@ def assert_as_exact_as_transformers(family: str, per: str, device: str) -> None:
         for name in (a, b):
             for request, group in zip(asked, results, strict=True):
                 for j, c in enumerate(group):
-                    noise = None if name == "no noise" else draw
-                    scores.append(
-                        torch.tensor(c.logprobs)
-                        if name == "engine"
-                        else reference_logprobs(model if name == "bf16" else exact, request, j, c.token_ids, noise)
-                    )
+                    if name == "engine":
+                        scores.append(torch.tensor(c.logprobs))
+                        continue
+                    scored, noise = model if name == "bf16" else exact, None if name == "no noise" else draw
+                    with attention():
+                        scores.append(reference_logprobs(scored, request, j, c.token_ids, noise))
         left, right = torch.cat(scores).chunk(2)
         return float((left - right).abs().mean())
 

@@ -118,9 +118,9 @@ def test_a_packed_folder_is_planned_from_its_headers(folder, tmp_path):
         [],
         ["lora.target_modules=['q_proj', 'down_proj']", "lora.train_norms=true"],
         ["lora.rank_pattern={'layers.1.self_attn.k_proj' = 40, o_proj = 65}"],
-        ["model.format=bf16"],
+        ["model.format=bf16", "rollout.head_format=nvfp4"],
     ],
-    ids=["all", "some", "patterns", "bf16"],
+    ids=["all", "some", "patterns", "bf16, packed head"],
 )
 def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
     config = config_of(folder, *settings)
@@ -139,6 +139,10 @@ def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
     assert parts["optimizer states"] == storage_bytes(moments)
     assert isinstance(engine, PagedEngine)
     assert parts["engine's copies"] == storage_bytes(tensors_of_copies(engine))
+    packed_head = engine._decoder._packed_head
+    of_head = [] if packed_head is None else [packed_head.storage.tiles, packed_head.storage.global_scale]
+    assert parts.get("engine's packed head", 0) == storage_bytes(of_head)
+    assert bool(of_head) == (config.rollout.head_format == "nvfp4")
 
 
 def tensors_of_copies(engine: PagedEngine) -> list[Tensor]:
@@ -157,8 +161,13 @@ def tensors_of_copies(engine: PagedEngine) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("cache", "together"),
-    [([], 5), (["rollout.kv_cache_tokens=176"], 3), (["rollout.kv_cache_memory=80KiB"], None)],
-    ids=["by need", "tokens", "memory"],
+    [
+        ([], 5),
+        (["rollout.kv_cache_tokens=176"], 3),
+        (["rollout.kv_cache_memory=80KiB"], None),
+        (["rollout.kv_cache_memory=40KiB", "rollout.kv_cache_dtype=fp8"], None),
+    ],
+    ids=["by need", "tokens", "memory", "fp8"],
 )
 def test_the_kv_cache_to_the_byte(folder, cache, together, monkeypatch):
     """Prompts of the longest length, completions that reach theirs: 5 slots for 2 groups of 4."""
@@ -177,7 +186,7 @@ def test_the_kv_cache_to_the_byte(folder, cache, together, monkeypatch):
     engine.generate([Request([3] * 21, [i, i + 1, i + 2, i + 3], 30, i) for i in range(2)], SamplingParams())
     plan = plan_memory(read_shape(config.model), config, CPU)
     (pool,) = pools
-    assert plan.phases["rollout"]["KV cache"] == storage_bytes([pool.pool])
+    assert plan.phases["rollout"]["KV cache"] == storage_bytes([pool.pool, pool.scales])
     assert plan.sequences_at_a_time == max(running)
     assert together in (None, max(running))
 

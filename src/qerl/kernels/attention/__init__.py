@@ -5,22 +5,23 @@
     token t of sequence i lives in page page_table[i, t / page_size], row t % page_size
 
 Contract: scores, softmax and sums are float32, whatever the dtype of q and pages (the same one); the result is rounded
-once. Only rows below a sequence's length count; table entries past it may name any page. Sequences may share pages. A
+once. 8-bit pages hold E4M3 codes, with a scale for each head of a token (kernels/e4m3.py): K and V are code * scale.
+Only rows below a sequence's length count; table entries past it may name any page. Sequences may share pages. A
 sequence's bits depend on its own tokens alone, not on the rest of the batch or the width of the table, where the
 Triton kernels run.
 
     device, dtype, head_dim              path
     CUDA, bf16, 16, 32, 64 or 128        paged.py: Triton, every byte of K and V read once
-    anything else                        reference.py: copies the pages, then torch's attention
+    anything else                        reference.py: copies the pages (8-bit ones: in q's dtype), torch's attention
 
 Called by the engine's decode steps, which have written the new token's key and value before. Leaves out prompts (many
-query tokens a sequence), sliding windows and 8-bit pages.
+query tokens a sequence) and sliding windows.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from qerl.kernels.attention.reference import decode_attention_reference
@@ -30,13 +31,17 @@ HEAD_DIMS = (16, 32, 64, 128)
 
 def decode_attention(
     q: Float[Tensor, "b heads d"],
-    pages: Float[Tensor, "2 pages page_size kv_heads d"],
+    pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"],
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
+    scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
 ) -> Float[Tensor, "b heads d"]:
-    """Attention of b tokens. `pages` has keys, then values; lengths, at least 1, count the query's own token."""
+    """Attention of b tokens. `pages` has keys, then values; lengths, at least 1, count the query's own token.
+
+    scales: of pages of codes.
+    """
     if q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] in HEAD_DIMS:
         from qerl.kernels.attention.paged import paged_attention  # Triton is there where CUDA is
 
-        return paged_attention(q, pages, page_table, lengths)
-    return decode_attention_reference(q, pages, page_table, lengths)
+        return paged_attention(q, pages, page_table, lengths, scales)
+    return decode_attention_reference(q, pages, page_table, lengths, scales)

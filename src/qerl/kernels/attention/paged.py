@@ -14,7 +14,8 @@ A split leaves, in float32 and base 2: its largest score m, l = sum 2^(s - m), a
 
     y = sum_i 2^(m_i - M) a_i / sum_i 2^(m_i - M) l_i        M = max m_i
 
-Weights 2^(s - m) enter the product with V rounded to its dtype, their sum l unrounded.
+Weights 2^(s - m) enter the product with V rounded to its dtype, their sum l unrounded. Of 8-bit pages the codes are
+the operands, exact in bf16: a key's scale multiplies its score, a value's its weight before that is rounded.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from qerl.kernels.numerics import product, rounded
+from qerl.kernels.numerics import e4m3_values, product, rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
 
 SPLIT = 128
@@ -41,15 +42,18 @@ MIN_ROWS = 16
 
 def paged_attention(
     q: Float[Tensor, "b heads d"],
-    pages: Float[Tensor, "2 pages page_size kv_heads d"],
+    pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"],
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
+    scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
 ) -> Float[Tensor, "b heads d"]:
     """`decode_attention` on one CUDA device; d is a power of two from 16 on, `pages` contiguous, q's heads adjacent."""
     b, heads, d = q.shape
     _, _, page_size, kv_heads, _ = pages.shape
     assert pages.is_contiguous() and q.stride()[1:] == (d, 1) and page_table.stride(1) == 1
     assert heads % kv_heads == 0 and b > 0
+    assert (scales is not None) == (pages.dtype == torch.uint8) and (scales is None or scales.is_contiguous())
+    key_scales, value_scales = (lengths, lengths) if scales is None else scales
     group = heads // kv_heads
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     num_splits = -(-page_table.shape[1] * page_size // SPLIT)
@@ -58,6 +62,7 @@ def paged_attention(
     largest, weights = torch.empty(2, b, heads, num_splits, dtype=torch.float32, device=q.device)
     sizes: Any = {"D": d, "SPLIT": SPLIT}
     more_sizes: Any = {"GROUP": group, "ROWS": rows, "KV_HEADS": kv_heads, "PAGE": page_size, "num_warps": 4}
+    more_sizes["CODED"] = scales is not None
     join_sizes: Any = {"AT_ONCE": AT_ONCE, "num_warps": 2}
     overlap: Any = overlaps(q.device)
     with torch.cuda.device_of(q):
@@ -65,6 +70,8 @@ def paged_attention(
             q,
             pages[0],
             pages[1],
+            key_scales,
+            value_scales,
             page_table,
             lengths,
             out,
@@ -89,6 +96,8 @@ def _split_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     table_ptr,
     lengths_ptr,
     out_ptr,
@@ -104,6 +113,7 @@ def _split_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    CODED: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -120,15 +130,26 @@ def _split_kernel(
     page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
     at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
     at = at[:, None] + column[None, :]
-    keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0.0)
-    values = tl.load(values_ptr + at, mask=is_token[:, None], other=0.0)
+    keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0)
+    values = tl.load(values_ptr + at, mask=is_token[:, None], other=0)
+    if CODED:
+        scale_at = (page * KV_HEADS + kv_head) * PAGE + token % PAGE
+        key_scales = tl.load(key_scales_ptr + scale_at, mask=is_token, other=0.0)
+        value_scales = tl.load(value_scales_ptr + scale_at, mask=is_token, other=0.0)
     head = kv_head * GROUP + row
     is_head = row < GROUP
     q = tl.load(q_ptr + sequence * q_stride + head[:, None] * D + column[None, :], mask=is_head[:, None], other=0.0)
-    scores = tl.where(is_token[None, :], product(q, tl.trans(keys)) * scale, -float("inf"))
+    if CODED:
+        keys, values = e4m3_values(keys).to(q.dtype), e4m3_values(values).to(q.dtype)
+    scores = product(q, tl.trans(keys)) * scale
+    if CODED:
+        scores *= key_scales[None, :]
+    scores = tl.where(is_token[None, :], scores, -float("inf"))
     largest = tl.max(scores, 1)  # finite: a split has a token
     weight = tl.exp2(scores - tl.expand_dims(largest, 1))
     weights = tl.sum(weight, 1)
+    if CODED:
+        weight *= value_scales[None, :]
     sums = product(rounded(weight, values.dtype), values)
     to = sequence * (KV_HEADS * GROUP) + head
     if length <= SPLIT:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
+
+from qerl.kernels.e4m3 import decode
 
 _COPY_BYTES = 1 << 21
 """Pages copied at a time: what a CPU's cache holds, and memory that its allocator gives again without page faults."""
@@ -13,9 +15,10 @@ _COPY_BYTES = 1 << 21
 
 def decode_attention_reference(
     q: Float[Tensor, "b heads d"],
-    pages: Float[Tensor, "2 pages page_size kv_heads d"],
+    pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"],
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
+    scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
 ) -> Float[Tensor, "b heads d"]:
     """`decode_attention`, some sequences at a time. Rows past a sequence's end must be finite."""
     kv_heads = pages.shape[3]
@@ -27,8 +30,9 @@ def decode_attention_reference(
     at_once = max(1, _COPY_BYTES // (page_table.shape[1] * pages[:, 0].nbytes))
     outputs = []
     for r, table, m in zip(rows.split(at_once), page_table.split(at_once), mask.split(at_once), strict=True):
-        keys, values = (
-            x.index_select(0, table.flatten()).view(len(table), num_rows, kv_heads, -1).transpose(1, 2) for x in pages
-        )
+        copies = pages.index_select(1, table.flatten())
+        if scales is not None:
+            copies = decode(copies, scales.index_select(1, table.flatten()).transpose(2, 3), q.dtype)
+        keys, values = copies.view(2, len(table), num_rows, kv_heads, -1).transpose(2, 3)
         outputs.append(F.scaled_dot_product_attention(r, keys, values, attn_mask=m).flatten(1, 2))
     return torch.cat(outputs)

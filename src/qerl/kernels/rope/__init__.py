@@ -2,11 +2,12 @@
 
     x = gain * x / rms(x)                                   each head x of q and of k, where the model has such norms
     x1, x2 = x1 cos - x2 sin, x2 cos + x1 sin               x1, x2: the halves of a head
-    pages[0][row of t], pages[1][row of t] = k[t], v[t]     where keys and values are kept
+    pages[0][row of t], pages[1][row of t] = k[t], v[t]     where keys and values are kept; 8-bit: their codes and
+                                                            scales (kernels/e4m3.py)
 
 Contract: q and k are changed in place (they are views of the product's output); v is read. All are rounded as the
 trainer's forward rounds them: to their dtype after the norm, after each multiplication and after the sum. The rotation
-is exact to the bit on every path. Heads of a token are adjacent, tokens may be far apart.
+is exact to the bit on every path, and so are codes and scales. Heads of a token are adjacent, tokens may be far apart.
 
     device, dtype                 path
     CUDA, bf16, d a power of two  rotate.py: Triton, each byte read and written once

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
+from qerl.kernels.e4m3 import encode
 from qerl.kernels.norm.reference import rms_norm_reference
 
 
@@ -22,10 +23,12 @@ class HeadNorms(NamedTuple):
 class Destination(NamedTuple):
     """Where keys and values of t tokens are kept."""
 
-    pages: Float[Tensor, "2 pages page_size kv_heads d"]
-    """Keys, then values; contiguous."""
+    pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"]
+    """Keys, then values, or their codes; contiguous."""
     rows: Int64[Tensor, " t"]
     """page * page_size + offset of each token. Tokens that share a row leave one of theirs there."""
+    scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None
+    """Of codes; contiguous."""
 
 
 def rotate_and_store_reference_(
@@ -44,8 +47,12 @@ def rotate_and_store_reference_(
     for x in (q, k):
         x.copy_(_rotated(x, cos[:, None], sin[:, None]))
     if destination is not None:
-        for pages, x in zip(destination.pages, (k, v), strict=True):
-            pages.flatten(0, 1).index_copy_(0, destination.rows, x)
+        pages, rows, scales = destination
+        for i, x in enumerate((k, v)):
+            if scales is not None:
+                x, of_heads = encode(x)
+                scales[i].transpose(1, 2)[rows // pages.shape[2], rows % pages.shape[2]] = of_heads
+            pages[i].flatten(0, 1).index_copy_(0, rows, x)
 
 
 def _rotated(x: Float[Tensor, "t heads d"], cos: Float[Tensor, "t 1 half"], sin: Float[Tensor, "t 1 half"]) -> Tensor:

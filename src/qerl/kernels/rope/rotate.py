@@ -14,9 +14,12 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.kernels.numerics import rounded
+from qerl.kernels import e4m3
+from qerl.kernels.numerics import e4m3_codes, rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
 from qerl.kernels.rope.reference import Destination, HeadNorms
+
+LARGEST, TINY = tl.constexpr(e4m3.LARGEST), tl.constexpr(e4m3.TINY)
 
 
 def rotate_and_store_bf16_(
@@ -33,17 +36,21 @@ def rotate_and_store_bf16_(
     kv_heads = k.shape[1]
     assert all(x.stride()[1:] == (d, 1) for x in (q, k, v)), "heads of a token must be adjacent"
     assert cos.stride() == sin.stride() and cos.stride(1) == 1 and cos.dtype == sin.dtype == q.dtype
-    assert destination is None or destination.pages.is_contiguous()
+    pages, rows, scales = (None, cos, None) if destination is None else destination
+    assert all(x is None or x.is_contiguous() for x in (pages, scales))
     group = heads // kv_heads
     sizes: Any = {"KV_HEADS": kv_heads, "GROUP": group, "ROWS": triton.next_power_of_2(group), "HALF": d // 2}
     which: Any = {
         "NORM": norms is not None,
         "STORE": destination is not None,
+        "CODED": scales is not None,
+        "PAGE": 1 if pages is None else pages.shape[2],
         "num_warps": 2,
         "enable_fp_fusion": False,
     }
     q_gain, k_gain, eps = (cos, cos, 0.0) if norms is None else norms
-    keys, values, rows = (k, v, cos) if destination is None else (*destination.pages, destination.rows)
+    keys, values = (k, v) if pages is None else pages
+    key_scales, value_scales = (cos, cos) if scales is None else scales
     with torch.cuda.device_of(q):
         _rotate_kernel[(tokens, kv_heads)](
             q,
@@ -55,6 +62,8 @@ def rotate_and_store_bf16_(
             k_gain,
             keys,
             values,
+            key_scales,
+            value_scales,
             rows,
             eps,
             q.stride(0),
@@ -98,6 +107,8 @@ def _rotate_kernel(
     k_gain_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     rows_ptr,
     eps,
     q_stride,
@@ -110,6 +121,8 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    CODED: tl.constexpr,
+    PAGE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous(OVERLAP)
@@ -124,8 +137,19 @@ def _rotate_kernel(
     at = k_ptr + token * k_stride + (kv_head + one) * (2 * HALF) + column
     first, second = _rotate_heads(at, one < 1, k_gain_ptr, eps, cos, sin, HALF, NORM)
     if STORE:
-        to = (tl.load(rows_ptr + token) * KV_HEADS + kv_head) * (2 * HALF)
+        row = tl.load(rows_ptr + token)
+        to = (row * KV_HEADS + kv_head) * (2 * HALF)
+        whole = tl.arange(0, 2 * HALF)
+        v = tl.load(v_ptr + token * v_stride + kv_head * (2 * HALF) + whole)
+        if CODED:
+            first, second, v = first.to(tl.float32), second.to(tl.float32), v.to(tl.float32)
+            of_k = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second))), TINY)
+            of_v = tl.maximum(tl.max(tl.abs(v)), TINY)
+            scale_at = (row // PAGE * KV_HEADS + kv_head) * PAGE + row % PAGE
+            tl.store(key_scales_ptr + scale_at, tl.div_rn(of_k, LARGEST))
+            tl.store(value_scales_ptr + scale_at, tl.div_rn(of_v, LARGEST))
+            of_k, of_v = tl.div_rn(LARGEST, of_k), tl.div_rn(LARGEST, of_v)
+            first, second, v = e4m3_codes(first * of_k), e4m3_codes(second * of_k), e4m3_codes(v * of_v)
         tl.store(keys_ptr + to + column, first)
         tl.store(keys_ptr + to + HALF + column, second)
-        whole = tl.arange(0, 2 * HALF)
-        tl.store(values_ptr + to + whole, tl.load(v_ptr + token * v_stride + kv_head * (2 * HALF) + whole))
+        tl.store(values_ptr + to + whole, v)
