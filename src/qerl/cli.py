@@ -11,12 +11,12 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from qerl import __version__
-from qerl.config import ConfigError, ModelConfig, RunConfig, load_config
+from qerl.config import ConfigError, ModelConfig, RunConfig, Section, load_config
 from qerl.display import ByteProgress
 
 app = typer.Typer(
@@ -28,12 +28,40 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine, without any model files.")
 app.add_typer(bench, name="bench")
 
+
+def complete_setting(incomplete: str) -> list[tuple[str, str]]:
+    """What a shell offers for a setting that is half typed: its key or, where there are few, its values; with help."""
+    offered: list[tuple[str, str]] = []
+    sections = [(f"{name}.", field.default) for name, field in RunConfig.model_fields.items()]
+    for prefix, section in [("", RunConfig()), *((p, s) for p, s in sections if isinstance(s, Section))]:
+        for name, field in type(section).model_fields.items():
+            if isinstance(getattr(section, name), Section):
+                continue
+            values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            help = (field.description or "").partition("\n")[0]
+            offered += [(f"{prefix}{name}={value}", help) for value in values or [""]]
+    return [(text, help) for text, help in offered if text.startswith(incomplete)]
+
+
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings as section.key=value, such as noise.sigma_start=1e-2.")
+    list[str] | None,
+    typer.Argument(
+        help="Settings as section.key=value, such as noise.sigma_start=1e-2.", autocompletion=complete_setting
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(help="The run's TOML file; without one, the defaults.", autocompletion=complete_setting),
 ]
 
 FORMATS: tuple[str, ...] = get_args(ModelConfig.model_fields["format"].annotation)
-FormatOption = Annotated[str, typer.Option(help=f"Storage of the base: {', '.join(FORMATS)}.")]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Storage of the base: {', '.join(FORMATS)}.",
+        autocompletion=lambda incomplete: [format for format in FORMATS if format.startswith(incomplete)],
+    ),
+]
 
 EVAL_SETTINGS = (
     "model.",
@@ -47,7 +75,7 @@ EVAL_SETTINGS = (
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(help="The run's TOML file; without one, the defaults.")] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in output_dir.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and the end alone.")] = False,
@@ -221,7 +249,10 @@ def inspect(
     pair = open_pair(ModelConfig.model_validate(settings), against)
     with show_progress("products") as progress:
         weights = compare_weights(*pair, progress)
-    on_text = compare_text(*pair, text, length=length, max_windows=windows) if text is not None else None
+    on_text = None
+    if text is not None:
+        with show_progress("layers, on the text") as progress:
+            on_text = compare_text(*pair, text, length=length, max_windows=windows, progress=progress)
     print_inspection(weights, on_text, worst=worst)
     if json_file is not None:
         write_json(json_file, weights, on_text)
@@ -246,19 +277,27 @@ def generate(
 ) -> None:
     """Sample completions of a prompt."""
     _check_format(format)
+    from qerl.evaluate.show import show_progress
     from qerl.generate import Generator
 
-    generator = Generator(ModelConfig.model_validate({"path": model, "format": format}), adapter)
+    settings = ModelConfig.model_validate({"path": model, "format": format})
+    with show_progress("loading the model") as progress:
+        generator = Generator(settings, adapter, progress)
+
+    def complete(messages: list[dict[str, str]], seed: int) -> list[str]:
+        with show_progress("completions") as progress:
+            return generator(messages, seed=seed, progress=progress, **options)
+
     options = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     history = [{"role": "system", "content": system}] if system else []
     if prompt is not None:
-        for text in generator([*history, {"role": "user", "content": prompt}], seed=seed, **options):
+        for text in complete([*history, {"role": "user", "content": prompt}], seed):
             print(text)
         return
     print("An empty line or Ctrl-D ends the chat.")
     while line := _ask():
         history.append({"role": "user", "content": line})
-        texts = generator(history, seed=seed, **options)
+        texts = complete(history, seed)
         print("\n\n".join(texts))
         history.append({"role": "assistant", "content": texts[0]})
         seed += 1
@@ -389,7 +428,7 @@ def plot(run: Annotated[Path, typer.Argument(help="output_dir of a run.")]) -> N
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="The run's TOML file; without one, the defaults.")] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="A card's memory, such as 24GB (1 GB = 1e9 bytes); default: the GPU here.")
@@ -466,12 +505,12 @@ def bench_step(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine has and which paths it will take."""
+def doctor(measure: Annotated[bool, typer.Option(help="Measure speeds, a second or two a device.")] = True) -> None:
+    """Say what this machine has, which paths it will take, what it can train, and how fast."""
     from qerl.doctor import report
 
-    for name, value in report():
-        print(f"{name:<14} {value}")
+    for name, value in report(measure):
+        print(f"{name:<14} {value}", flush=True)
 
 
 @app.command()

@@ -92,7 +92,7 @@ class Display:
     """
 
     def __init__(self, num_steps: int, *, title: str = "", quiet: bool = False, stream: TextIO | None = None) -> None:
-        self.num_steps = num_steps
+        self.num_steps, self.quiet = num_steps, quiet
         self.stream = stream or sys.stdout
         self._view: View | None
         self._handler = _Handler(self)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RolloutConfig
-from qerl.engine import Engine, build_engine
+from qerl.engine import Engine, Progress, build_engine
 from qerl.nn.load import eos_token_ids, load_model
 from qerl.nn.lora import attach_saved_adapter
 from qerl.philox import fold
@@ -33,9 +33,9 @@ class Policy:
         return build_engine(self.model, eos_ids=self.eos_ids, config=config)
 
 
-def load_policy(config: ModelConfig, adapter: Path | None = None) -> Policy:
+def load_policy(config: ModelConfig, adapter: Path | None = None, progress: Progress | None = None) -> Policy:
     """Load a model and put a saved adapter on it; ValueError names what is missing or does not fit."""
-    model, tokenizer = load_model(config)
+    model, tokenizer = load_model(config, progress=progress)
     eos_ids = eos_token_ids(model)
     return Policy(model if adapter is None else attach_saved_adapter(model, adapter), tokenizer, eos_ids)
 
@@ -46,8 +46,9 @@ class Generator:
     The KV cache is made for one prompt of the size at hand, so that a small machine can run a large context.
     """
 
-    def __init__(self, config: ModelConfig, adapter: Path | None = None) -> None:
-        self.policy = load_policy(config, adapter)
+    def __init__(self, config: ModelConfig, adapter: Path | None = None, progress: Progress | None = None) -> None:
+        """`progress` is told how far loading is."""
+        self.policy = load_policy(config, adapter, progress)
 
     def __call__(
         self,
@@ -58,6 +59,7 @@ class Generator:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int = 0,
+        progress: Progress | None = None,
     ) -> list[str]:
         """`samples` completions of a chat; temperature 0 is greedy."""
         tokenizer = self.policy.tokenizer
@@ -68,5 +70,5 @@ class Generator:
             max_new_tokens,
         )
         sampling = SamplingParams(temperature or 1.0, top_p, greedy=temperature == 0)
-        (completions,) = engine.generate([request], sampling)
+        (completions,) = engine.generate([request], sampling, progress)
         return [decode(tokenizer, c.token_ids) for c in completions]

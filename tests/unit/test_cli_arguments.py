@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
-from qerl.cli import app
+from qerl.cli import app, complete_setting
+from qerl.config import RunConfig
 
 
 def qerl(*arguments: str, input: str | None = None):
     # Wide, so that no message is broken.
     return CliRunner().invoke(app, arguments, input=input, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+
+
+def test_a_shell_completes_settings_and_formats():
+    assert [text for text, _ in complete_setting("noise.sigma_s")] == ["noise.sigma_start="]
+    assert [text for text, _ in complete_setting("lora.r")] == ["lora.r=", "lora.rank_pattern="]
+    assert {text for text, _ in complete_setting("rollout.engine=")} == {
+        f"rollout.engine={e}" for e in ("auto", "qerl", "hf")
+    }
+    assert complete_setting("examples/") == []  # the shell offers files then
+    for text, _ in complete_setting(""):
+        key, _, value = text.partition("=")
+        section, _, name = key.rpartition(".")
+        fields = type(getattr(RunConfig(), section) if section else RunConfig()).model_fields
+        assert name in fields, text
+        assert not value or value in map(str, get_args(fields[name].annotation))
+    shell = {"_QERL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "qerl generate embedded --format mx"}
+    assert "mxfp4" in CliRunner().invoke(app, [], env=shell, prog_name="qerl").output
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def test_a_streamed_model_computes_what_the_loaded_one_does(folders, family, for
 @torch.no_grad()
 def test_measures_on_text_by_position(folders, text, format):
     pair = open_pair(settings(folders[f"embedded-{format}"], format), EMBEDDED)
-    found = compare_text(*pair, text, length=40, max_windows=3)
+    told: list[tuple[int, int]] = []
+    found = compare_text(*pair, text, length=40, max_windows=3, progress=lambda *seen: told.append(seen))
+    assert told == [(i, 8) for i in range(1, 9)]  # the layers of both
     assert (found.num_windows, found.num_tokens) == (3, 120)
     windows = torch.tensor(read_windows(text, AutoTokenizer.from_pretrained(EMBEDDED), 40, 3))
     ours = load_model(settings(folders[f"embedded-{format}"], format))[0]

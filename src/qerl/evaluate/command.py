@@ -143,7 +143,8 @@ def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | 
     """Load a policy, run all modes, grade. Completions are on disk before a grader sees them."""
     modes, examples = settings.modes(), held_out(task, settings.limit)
     name = model.path if adapter is None else f"{model.path} + {adapter}"
-    policy = load_policy(model, adapter)
+    with show_progress(f"{Path(model.path).name}, loading") as progress:
+        policy = load_policy(model, adapter, progress)
     engine = policy.build_engine(settings.rollout)
     if adapter is not None and engine.sync(None).num_live_adapters == 0:
         print(f"{adapter}: every B is zero, so this adapter changes nothing (it is as before training)")

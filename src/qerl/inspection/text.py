@@ -12,8 +12,11 @@ the hidden states of all tokens are kept, their logits are made a few tokens at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl.nn.attention import packed_forward
 from qerl.nn.load import Base, load_tokenizer
 from qerl.nn.stream import streamed
-from qerl.nn.structure import head, max_positions
+from qerl.nn.structure import decoder_layers, head, max_positions
 
 MEASURES = ("kl", "agreement", "entropy", "reference_entropy", "nll", "reference_nll")
 """Columns of a TextComparison."""
@@ -45,9 +48,18 @@ class TextComparison:
     """Over all tokens."""
 
 
-def compare_text(model: Base, reference: Base, file: Path, *, length: int, max_windows: int) -> TextComparison:
+def compare_text(
+    model: Base,
+    reference: Base,
+    file: Path,
+    *,
+    length: int,
+    max_windows: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextComparison:
     """Both models on the first `max_windows` windows of `length` tokens of a text file. Serves a Base once.
 
+    progress: told how many of how many layers, of both models, have run.
     ValueError: a file that is no UTF-8 text or has fewer than two tokens, a length beyond the model's context.
     """
     windows = read_windows(file, load_tokenizer(model.folder, model.config.trust_remote_code), length, max_windows)
@@ -57,9 +69,16 @@ def compare_text(model: Base, reference: Base, file: Path, *, length: int, max_w
     sizes = [len(window) for window in windows]
     ids = torch.tensor([token for window in windows for token in window], device=model.device)
     ends = torch.tensor([0, *sizes], device=model.device).cumsum(0)
+    num_layers = [len(decoder_layers(base.model)) for base in (model, reference)]
+    done = count(1)
+
+    def layer_ended(*_: Any) -> None:
+        if progress is not None:
+            progress(next(done), sum(num_layers))
+
     with torch.no_grad():
-        ours, our_head = _hidden(model, ids, ends)
-        theirs, their_head = _hidden(reference, ids, ends)
+        ours, our_head = _hidden(model, ids, ends, layer_ended)
+        theirs, their_head = _hidden(reference, ids, ends, layer_ended)
         if our_head.weight.shape != their_head.weight.shape:
             raise ValueError(f"{reference.folder} has another vocabulary than {model.folder}")
         return _compare(file, ids, sizes, (ours, our_head), (theirs, their_head))
@@ -82,9 +101,13 @@ def read_windows(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, mo
     return whole
 
 
-def _hidden(base: Base, ids: Int[Tensor, " t"], ends: Int[Tensor, " b1"]) -> tuple[Float[Tensor, "t h"], nn.Linear]:
+def _hidden(
+    base: Base, ids: Int[Tensor, " t"], ends: Int[Tensor, " b1"], layer_ended: Callable[..., None]
+) -> tuple[Float[Tensor, "t h"], nn.Linear]:
     """Hidden states after the final norm, and the head that they go through."""
     with streamed(base) as model:
+        for layer in decoder_layers(model):
+            layer.register_forward_hook(layer_ended)
         return packed_forward(model, ids, ends), head(model)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -163,16 +163,21 @@ def open_base(config: ModelConfig, weights: Weights | None = None) -> Base:
     return Base(config, folder, model, source, groups, device)
 
 
-def load_model(config: ModelConfig, weights: Weights | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    config: ModelConfig, weights: Weights | None = None, *, progress: Callable[[int, int], None] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it.
 
-    weights: instead of those in the folder's files, which then has only the config and the tokenizer.
+    weights: instead of those in the folder's files, which then has only the config and the tokenizer; progress: told
+    how many of how many products are loaded.
     """
     base = open_base(config, weights)
     model = base.model
     load_all_but_groups(base)
-    for group in base.groups:
+    for done, group in enumerate(base.groups, start=1):
         load_group(base, group)
+        if progress is not None:
+            progress(done, len(base.groups))
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     model.eval().requires_grad_(False)

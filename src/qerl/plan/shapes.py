@@ -130,16 +130,20 @@ def read_shape(config: ModelConfig) -> ModelShape:
             f"{folder} is a {model.model_type} model: plans know what qerl's engine knows, {', '.join(FAMILIES)}"
         )
     has_checkpoint = bool(getattr(model, "quantization_config", None)) or (folder / "hf_quant_config.json").is_file()
-    checkpoint = Checkpoint(folder) if has_checkpoint else None
+    return shape_of(model, config, Checkpoint(folder) if has_checkpoint else None, name=folder.name)
+
+
+def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = None, *, name: str) -> ModelShape:
+    """The sizes that a config of transformers, of one of FAMILIES, gives; a checkpoint says which layers are packed."""
     layers = []
     for index in range(model.num_hidden_layers):
         products = []
         for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
-            linears = tuple(_linear(model, f"model.layers.{index}", name) for name in names)
+            linears = tuple(_linear(model, f"model.layers.{index}", linear) for linear in names)
             products.append(Product(linears, _is_packed(linears, config, checkpoint)))
         layers.append(Layer(*products))
     return ModelShape(
-        name=folder.name,
+        name=name,
         hidden=model.hidden_size,
         intermediate=model.intermediate_size,
         heads=model.num_attention_heads,

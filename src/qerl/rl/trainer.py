@@ -38,6 +38,7 @@ from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine
 from qerl.evaluate import evaluate
+from qerl.evaluate.show import show_progress
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
@@ -102,7 +103,7 @@ class Trainer:
         *,
         task: Task | None = None,
         rewards: RewardRunner | None = None,
-        load: Loader = load_model,
+        load: Loader | None = None,
         resume: bool = False,
         display: Display | None = None,
     ) -> None:
@@ -118,7 +119,11 @@ class Trainer:
         self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         self.eval_examples = self._held_out_problems()
 
-        base, self.tokenizer = load(config.model)
+        if load is not None:
+            base, self.tokenizer = load(config.model)
+        else:
+            with nullcontext() if self.display.quiet else show_progress("loading the model") as progress:
+                base, self.tokenizer = load_model(config.model, progress=progress)
         self.model = attach_lora(base, config.lora, seed=config.seed)
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:

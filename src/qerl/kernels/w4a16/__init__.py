@@ -85,6 +85,11 @@ def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Flo
     return (ops.w4a16_input_grad if torch.compiler.is_compiling() else compute_input_grad)(dy, weight)
 
 
+def path_of(device: torch.device, dtype: torch.dtype, tokens: int) -> str:
+    """Which product of the module's table runs there: "hopper", "portable", "dense" or "reference"."""
+    return _product(device, dtype, tokens).__name__.removeprefix("w4a16_")
+
+
 def compute(
     x: Float[Tensor, "*batch k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None, adapter: PackedAdapter | None
 ) -> Float[Tensor, "*batch n"]:
