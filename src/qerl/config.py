@@ -361,6 +361,9 @@ class NoiseConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
+    type: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw: moments in fp32; adamw_8bit: in 8 bits with a scale for 256 of them, bitsandbytes' (needs
+    `pip install qerl[bitsandbytes]`)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -379,8 +382,19 @@ class OptimizerConfig(Section):
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory, not the result."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
+    offload_activations: bool = False
+    """Keep what recomputation starts from, each layer's input, in the host's memory until the backward pass."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time."""
+
+    @model_validator(mode="after")
+    def _offloads_what_recomputation_keeps(self) -> OptimizerConfig:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "optimizer.offload_activations moves what recomputation starts from: set "
+                "optimizer.gradient_checkpointing = true, or leave it out"
+            )
+        return self
 
 
 class EvalConfig(Section):

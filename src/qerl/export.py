@@ -33,7 +33,6 @@ from torch import Tensor
 
 from qerl import __version__
 from qerl.config import ModelConfig
-from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
 from qerl.formats.folding import Fold, read_folds
 from qerl.formats.writing import RECORD as QUANTIZE_RECORD
@@ -166,9 +165,7 @@ class Merged:
     ) -> None:
         """`observe` is told name, exact value, rounded value and change (None: unchanged) of what is rounded."""
         self.base, self.adapter, self.observe = base, adapter, observe
-        checkpoint = base.source.checkpoint
-        assert isinstance(checkpoint, Checkpoint), "only a folder's weights are merged"
-        self.checkpoint = checkpoint
+        self.checkpoint = base.source.checkpoint
         self.folder, self.shards = base.folder, self.checkpoint.shards
         self.config = {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
         self.dtype = getattr(torch, str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16"))

@@ -108,7 +108,7 @@ class Base:
 
     def codes(self, group: Group) -> list[Codes]:
         """A packed group's codes on the device: as stored, or quantised now under what the group shares."""
-        if self.source.checkpoint.quantization is not None:
+        if self.source.weights.quantization is not None:
             parts = [self.source.codes(name) for name in group.names]
             for name, part in zip(group.names, parts, strict=True):
                 shape = (part.packed.shape[0], 2 * part.packed.shape[1])
@@ -314,29 +314,35 @@ def rms_norm_eps(module: nn.Module) -> float | None:
 class Source:
     """A folder's tensors under the names that the model gives them; transformers has renamed some since (embed_out)."""
 
-    def __init__(self, checkpoint: Weights, model: PreTrainedModel) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, weights: Weights, model: PreTrainedModel) -> None:
+        self.weights = weights
         renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
         present: dict[str, Any] = model.state_dict()
 
         def name_in_model(name: str) -> str:
             return rename_source_key(name, renamings, [], model.base_model_prefix, present)[0]
 
-        self.tensors = {name_in_model(name): name for name in checkpoint.names()}
-        modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+        self.tensors = {name_in_model(name): name for name in weights.names()}
+        modules = {name.rpartition(".")[0] for name in weights.names()}
         self.modules = {name_in_model(f"{name}.weight").removesuffix(".weight"): name for name in modules}
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The folder's files, for what works on files."""
+        assert isinstance(self.weights, Checkpoint), "these weights are in no folder"
+        return self.weights
 
     def is_packed(self, module: str) -> bool:
         """Whether a linear is stored in 4 bits."""
-        return module in self.modules and self.checkpoint.is_packed(self.modules[module])
+        return module in self.modules and self.weights.is_packed(self.modules[module])
 
     def codes(self, module: str) -> PackedCodes:
         """A packed linear's codes as stored."""
-        return self.checkpoint.codes(self.modules[module])
+        return self.weights.codes(self.modules[module])
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor, where the checkpoint has it: files give it on the host."""
-        return self.checkpoint.tensor(self.tensors[name])
+        return self.weights.tensor(self.tensors[name])
 
 
 def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) -> list[Group]:
@@ -364,7 +370,7 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
 
     def is_packed(name: str) -> bool:
         kept = any(fnmatchcase(name, pattern) for pattern in config.keep)
-        if source.checkpoint.quantization is None:
+        if source.weights.quantization is None:
             return config.format != "bf16" and not kept and name not in undivided
         if kept and source.is_packed(name):
             raise ValueError(f"model.keep names {name}, which {model.name_or_path} holds packed: use the bf16 folder")

@@ -99,8 +99,8 @@ def find_limits(shape: ModelShape, config: RunConfig, target: Target, budget: in
 def nearest_settings(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:
     """Settings, as few as it takes, with which the run fits; None where none does.
 
-    First what changes memory and speed alone: the KV cache and the slots for sampling; recomputation, the micro-batch
-    and the logits' chunk for the update. Only then shorter completions.
+    First what changes memory and speed alone: the KV cache and the slots for sampling; recomputation, the micro-batch,
+    the logits' chunk and the host's memory for the update. Only then shorter completions.
     """
     if _fits(shape, config, target, budget, {}, None):
         return {}
@@ -157,10 +157,11 @@ def refusal(shape: ModelShape, config: RunConfig, target: Target, memory: Memory
 # ------------------------------------------------------------------------------------------------- how it is found
 
 _NEW, _KV, _SLOTS = "rollout.max_completion_length", "rollout.kv_cache_tokens", "rollout.max_batch_size"
-_TOKENS, _CHUNK, _RECOMPUTE = (
+_TOKENS, _CHUNK, _RECOMPUTE, _OFFLOAD = (
     "optimizer.micro_batch_tokens",
     "optimizer.logprob_chunk",
     "optimizer.gradient_checkpointing",
+    "optimizer.offload_activations",
 )
 
 
@@ -226,11 +227,21 @@ def _for_sampling(shape: ModelShape, config: RunConfig, target: Target, budget: 
 
 
 def _for_update(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:
-    """Recomputation, then the micro-batch, then the logits' chunk, no more of them than it takes."""
-    base: Settings = {} if config.optimizer.gradient_checkpointing else {_RECOMPUTE: True}
-    chunk = config.optimizer.logprob_chunk
+    """Recomputation, then the micro-batch, the logits' chunk, the host's memory: no more of them than it takes."""
     if _fits(shape, config, target, budget, {}, ("update",)):
         return {}
+    base: Settings = {} if config.optimizer.gradient_checkpointing else {_RECOMPUTE: True}
+    found = _smaller_pieces(shape, config, target, budget, base)
+    if found is None and not config.optimizer.offload_activations:
+        found = _smaller_pieces(shape, config, target, budget, base | {_OFFLOAD: True})
+    return found
+
+
+def _smaller_pieces(
+    shape: ModelShape, config: RunConfig, target: Target, budget: int, base: Settings
+) -> Settings | None:
+    """`base`, and the largest micro-batch and then chunk of logits with which the update fits."""
+    chunk = config.optimizer.logprob_chunk
     while chunk:
         smaller = base if chunk == config.optimizer.logprob_chunk else base | {_CHUNK: chunk}
         if _fits(shape, config, target, budget, smaller, ("update",)):

@@ -45,6 +45,8 @@ _STREAMS = 2  # the usual one, and that of CUDA graphs
 _SHARED_SUMS = 18 << 20  # kernels/w4a16: 132 blocks x 2 tiles of 128 rows x 128 tokens in fp32, at the most
 _QUANTISE_PIECE = 10 * 4 << 23  # formats/nvfp4: ten float32 temporaries of 2^23 weights, on a GPU
 _FP32 = 4
+_LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
+_INPUTS_ON_THEIR_WAY = 2  # nn/recompute.py: the layer's own, and the last one's, which may still be copied
 # kept_tokens of engine/sampler.py: logits 2, logprobs 4, sorted 4, order 8, a mask 1, probs, sums, differences 4 each
 _TRUNCATION_BYTES = 31
 
@@ -134,7 +136,7 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     state = {
         "adapters": _FP32 * trained,
         "engine's copies": engine_copies(shape, ranks, target),
-        "optimizer states": 2 * _FP32 * trained,
+        "optimizer states": optimizer_states(shape, config, ranks),
     }
 
     rollout, evaluation = config.rollout, config.eval
@@ -235,6 +237,20 @@ def _head(shape: ModelShape) -> Product:
     return Product((Linear("lm_head", shape.vocabulary, shape.hidden, has_bias=False),), packed=True)
 
 
+def optimizer_states(shape: ModelShape, config: RunConfig, ranks: Mapping[str, int]) -> int:
+    """AdamW's two moments of every factor (and trained norm): in fp32, or in 8 bits with a scale for a block."""
+    sizes = [r * width for li in _linears(shape) if (r := ranks.get(li.name, 0)) for width in (li.rows, li.columns)]
+    if config.lora.train_norms:
+        heads = [shape.head_dim] * 2 if shape.has_head_norms else []
+        sizes += [shape.hidden, shape.hidden, *heads] * len(shape.layers) + [shape.hidden]
+    if config.optimizer.type == "adamw":
+        return 2 * _FP32 * sum(sizes)
+    large = [size for size in sizes if size >= _LEAST_IN_8_BITS]
+    blocks = sum(-(-size // _BLOCK_IN_8_BITS) for size in large)
+    maps = 2 * 256 * _FP32 if large else 0  # what the codes mean, once for all
+    return 2 * (sum(large) + _FP32 * blocks + _FP32 * (sum(sizes) - sum(large))) + maps
+
+
 def _loading(shape: ModelShape, target: Target) -> int:
     """One product's bf16 weights, its codes in the file's order, and a piece of it in float32."""
     largest = max((sum(p.rows) * p.columns for p in shape.products if p.packed), default=0)
@@ -333,7 +349,8 @@ def update_parts(
     one_layer = tokens * b * (2 * shape.intermediate + 2 * hidden)
     kept = {"activations": sum(layers)}
     if config.optimizer.gradient_checkpointing:
-        kept = {"layer inputs": len(layers) * tokens * hidden * b}
+        num_kept = min(len(layers), _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else len(layers)
+        kept = {"layer inputs": num_kept * tokens * hidden * b}
         one_layer += max(layers) - tokens * hidden * b
     kept["rotary angles"] = 2 * tokens * shape.head_dim * b
     # Two [chunk, V] in float32 (nn/head.py; one of them is there in the head's dtype, too, for a moment), the last

@@ -2,7 +2,7 @@
 
     <output_dir>/checkpoints/step-000020/
         adapter/                adapters (and trained norms) in PEFT's layout, fp32
-        optimizer.safetensors   AdamW's moments and step counts by parameter name; torch's generator states
+        optimizer.safetensors   the optimizer's state by parameter name; torch's generator states
         state.json              step, data position, learning-rate and noise state, other generators, the run's config
 
 Checkpoints are taken between steps only; a step that was cut short is replayed whole, from the same random keys. A
@@ -109,12 +109,16 @@ def load_parameters(folder: Path, model: PeftModel, optimizer: torch.optim.Optim
     """Put the adapter's and the optimizer's tensors back, bit for bit."""
     load_adapter_weights(model, folder / "adapter")
     tensors = load_file(folder / "optimizer.safetensors")
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition("/")
+        by_parameter.setdefault(name, {})[part] = tensor
+    counts_in_tensors = isinstance(optimizer, torch.optim.AdamW)  # bitsandbytes counts steps in integers
     for name, parameter in _trainable(model):
-        optimizer.state[parameter] = {
-            key: tensors[f"{name}/{key}"].to("cpu" if key == "step" else parameter.device)
-            for key in ("step", "exp_avg", "exp_avg_sq")
-            if f"{name}/{key}" in tensors
-        }
+        state: dict[str, Any] = {key: t.to(parameter.device) for key, t in by_parameter.get(name, {}).items()}
+        if "step" in state:
+            state["step"] = state["step"].cpu() if counts_in_tensors else int(state["step"])
+        optimizer.state[parameter] = state
 
 
 def load_generators(folder: Path) -> None:
@@ -136,7 +140,7 @@ def _trainable(model: PeftModel) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _optimizer_tensors(model: PeftModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{name}/{key}": value.detach().cpu().contiguous()
+        f"{name}/{key}": torch.as_tensor(value).detach().to("cpu", copy=True)  # some share memory
         for name, parameter in _trainable(model)
         for key, value in optimizer.state.get(parameter, {}).items()
     }

@@ -1,11 +1,17 @@
 """AdamW over the trainable parameters, and its learning rate as a function of progress alone.
 
+    type          moments                                                          bytes a parameter
+    adamw         fp32; one fused kernel for all parameters on a GPU               8
+    adamw_8bit    8 bits, a scale for 256 (bitsandbytes, arXiv 2110.02861);        2.03
+                  fp32 for tensors of fewer than 4,096 numbers
+
 The rate needs no state: it is computed from the number of the update, so a resumed run cannot restart it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +19,11 @@ from torch import nn
 from qerl.config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in fp32; vectors (norm weights) are not decayed. ValueError when nothing is trainable."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW on fp32 masters; vectors (norm weights) are not decayed.
+
+    ValueError: nothing is trainable, or adamw_8bit without bitsandbytes.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("no parameter is trainable: lora.target_modules matched nothing")
@@ -24,12 +33,21 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = config.beta1, config.beta2
+    if config.type == "adamw_8bit":
+        return _adamw_8bit()(groups, lr=config.learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+def _adamw_8bit() -> Any:
+    try:
+        from bitsandbytes import optim
+    except ImportError:
+        raise ValueError(
+            'optimizer.type = "adamw_8bit" needs bitsandbytes: pip install qerl[bitsandbytes], or use "adamw"'
+        ) from None
+    return optim.AdamW8bit  # pyright: ignore[reportPrivateImportUsage]
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:

@@ -127,7 +127,7 @@ class Trainer:
         self.model = attach_lora(base, config.lora, seed=config.seed)
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:
-            recompute_layers(self.model)
+            recompute_layers(self.model, offload=config.optimizer.offload_activations)
         max_prompt_length = self._max_prompt_length()
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length

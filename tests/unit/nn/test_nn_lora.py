@@ -9,6 +9,7 @@ from tiny_models import quantized_pair, tiny_model
 from transformers import AutoModelForCausalLM
 
 from qerl.config import LoraConfig
+from qerl.nn import recompute
 from qerl.nn.attention import packed_forward
 from qerl.nn.linear import PackedLinear
 from qerl.nn.lora import (
@@ -302,6 +303,16 @@ def test_recomputation_keeps_less():
     kept, recomputed = adapted_model(), adapted_model()
     recompute_layers(recomputed)
     assert saved_bytes(recomputed)[0] < 0.25 * saved_bytes(kept)[0]
+
+
+def test_offloading_moves_every_layers_input_and_nothing_else(monkeypatch):
+    moved = []
+    to_host = recompute._to_host
+    monkeypatch.setattr(recompute, "_to_host", lambda tensor: (moved.append(tensor.shape), to_host(tensor))[1])
+    model = adapted_model()
+    recompute_layers(model, offload=True)
+    gradients(model)
+    assert moved == [(1, len(IDS), 64)] * 2
 
 
 def test_recomputation_under_noise_gives_the_same_gradient():

@@ -119,8 +119,9 @@ def test_a_packed_folder_is_planned_from_its_headers(folder, tmp_path):
         ["lora.target_modules=['q_proj', 'down_proj']", "lora.train_norms=true"],
         ["lora.rank_pattern={'layers.1.self_attn.k_proj' = 40, o_proj = 65}"],
         ["model.format=bf16", "rollout.head_format=nvfp4"],
+        ["lora.r=64", "lora.train_norms=true", "optimizer.type=adamw_8bit"],
     ],
-    ids=["all", "some", "patterns", "bf16, packed head"],
+    ids=["all", "some", "patterns", "bf16, packed head", "8 bits"],
 )
 def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
     config = config_of(folder, *settings)
@@ -135,7 +136,7 @@ def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
 
     parts = plan_memory(read_shape(config.model), config, CPU).phases["update"]
     assert parts["adapters"] == parts["gradients"] == storage_bytes(trained)
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    moments = [part for state in optimizer.state.values() for name, part in state.items() if name != "step"]
     assert parts["optimizer states"] == storage_bytes(moments)
     assert isinstance(engine, PagedEngine)
     assert parts["engine's copies"] == storage_bytes(tensors_of_copies(engine))
