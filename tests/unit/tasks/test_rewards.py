@@ -491,6 +491,27 @@ def test_reward_functions_of_notebooks_run_unchanged(capsys):
     assert scores.totals == [1.0, 0.0]
 
 
+def test_the_reward_functions_that_trl_ships_run_unchanged():
+    trl_rewards = pytest.importorskip("trl.rewards")
+    texts = [r"<think>1+1</think> so $\boxed{2}$", r"so $\boxed{3}$"]
+    scores = score(runner(trl_rewards.think_format_reward), texts)
+    assert scores.totals == [1.0, 0.0]
+    accuracy = RewardRunner(
+        [RewardSpec("accuracy", trl_rewards.accuracy_reward, 1.0)], columns=("solution",), max_steps=10
+    )
+    scores = accuracy.score(
+        prompts=[PROMPT] * 2, texts=texts, completion_ids=[[1], [1]], columns=[{"solution": "$2$"}] * 2, step=0
+    )
+    assert scores.totals == [1.0, 0.0]
+    overlong = trl_rewards.get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=10)
+    repeated = trl_rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
+    objects = [RewardSpec("overlong", overlong, 1.0), RewardSpec("repeated", repeated, 1.0)]
+    parts = RewardRunner(objects, columns=(), max_steps=10).score(
+        prompts=[PROMPT] * 2, texts=["a", "b"], completion_ids=[[7] * 15, [1, 2, 3]], columns=[{}, {}], step=0
+    ).parts  # fmt: skip
+    assert parts["overlong"] == [-0.5, 0.0] and parts["repeated"][0] < -0.9 and parts["repeated"][1] == 0
+
+
 # ---------------------------------------------------------------- loading
 
 
