@@ -83,7 +83,7 @@ def _quantize_kernel(
     global_scale = tl.load(global_scale_ptr)
     amax = tl.max(magnitudes, axis=1)
     start = _e4m3_codes(tl.minimum(tl.div_rn(tl.div_rn(amax, tl.full([BLOCKS], 6.0, tl.float32)), global_scale), 448.0))
-    start = tl.maximum(start, (amax != 0).to(tl.int32))  # at least the smallest scale, unless all is zero
+    start = tl.maximum(start, tl.where(amax != 0, 1, 0))  # at least the smallest scale, unless all is zero
     best = start
     if SWEEP:
         least = tl.full([BLOCKS], float("inf"), tl.float32)
