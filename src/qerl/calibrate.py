@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from qerl.config import ModelConfig
 from qerl.formats.awq import Choice, Inputs, choose_factors, exact_in_norm, untied
+from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import MXFP4, NVFP4, PackedFormat, Scale, packed_format
 from qerl.formats.folding import Calibration, Fold
 from qerl.formats.writing import packed_groups, quantize_checkpoint
@@ -162,7 +163,7 @@ def calibrate(
     longest = max_positions(base.model)
     if longest is not None and len(windows[0]) > longest:
         raise ValueError(f"--length {length} is beyond the model's context of {longest} tokens")
-    packed = packed_groups(base.source.checkpoint, keep, format)
+    packed = packed_groups(Checkpoint(base.folder), keep, format)
     weights, layers = prepared(base), decoder_layers(base.model)
     stored = base.source.modules
     stack = next(name for name, module in base.model.named_modules() if module is layers)

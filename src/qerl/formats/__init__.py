@@ -10,6 +10,7 @@
 | `codes.py` | NVFP4 and MXFP4 behind one interface, and how far codes are from the weights |
 | `awq.py` | factors for channels, by their activations |
 | `folding.py` | factors that are folded into weights, and the file that keeps them |
-| `checkpoint.py` | reading transformers folders: bf16, compressed-tensors, ModelOpt |
+| `checkpoint.py` | reading transformers folders: bf16, compressed-tensors, ModelOpt, bitsandbytes |
+| `coded_files.py` | NF4 and INT4 layers as such folders hold them |
 | `writing.py` | writing them, packed or dense, shard by shard |
 """

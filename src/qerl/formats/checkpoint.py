@@ -8,6 +8,7 @@ How the kinds of folder store a linear layer `m` [N, K]; two codes a byte, the l
       nvfp4-pack-quantized  m.weight_packed u8 [N, K/2]  m.weight_scale E4M3 [N, K/16]     m.weight_global_scale divides
       mxfp4-pack-quantized  m.weight_packed u8 [N, K/2]  m.weight_scale E8M0 u8 [N, K/32]
     ModelOpt NVFP4          m.weight u8 [N, K/2]         m.weight_scale E4M3 [N, K/16]     m.weight_scale_2 multiplies
+    bitsandbytes NF4, compressed-tensors pack-quantized (INT4): coded_files.py
 
 Here, and in writing.py, divisor and multiplier are told apart; everywhere else `global_scale` multiplies. Scales of
 activations that such folders may carry are not read: activations stay in bf16. Folders where q, k, v (or gate, up) have
@@ -24,7 +25,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat
+from qerl.formats.coded_files import NF4_STATE, int4_from_stored, nf4_from_stored
+from qerl.formats.codes import BLOCKS, Codes, PackedCodes, PackedFormat
+from qerl.formats.int4 import GROUPS
 from qerl.formats.mxfp4 import MXFP4Tensor, refuse_nan
 from qerl.formats.nvfp4 import NVFP4Tensor
 
@@ -65,8 +68,8 @@ class DenseSource(Protocol):
 class Quantization(NamedTuple):
     """How a folder's packed layers are stored."""
 
-    writer: Literal["compressed-tensors", "modelopt"]
-    format: PackedFormat
+    writer: Literal["compressed-tensors", "modelopt", "bitsandbytes"]
+    format: PackedFormat | Literal["nf4", "int4"]
 
 
 class Checkpoint:
@@ -92,8 +95,8 @@ class Checkpoint:
         _check_index(self.folder, self._shard_of)
 
     def names(self, shard: str | None = None) -> list[str]:
-        """Names of the stored tensors, of all shards or of one (a file name of `shards`)."""
-        return [name for name, place in self._shard_of.items() if shard in (None, place)]
+        """Names of the stored tensors, of all shards or of one (of `shards`); what lies below a weight is left out."""
+        return [name for name, place in self._shard_of.items() if shard in (None, place) and ".weight." not in name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor, without reading it."""
@@ -111,16 +114,26 @@ class Checkpoint:
         """Whether the linear layer `module` is stored in 4 bits."""
         if self.quantization is None:
             return False
-        leaf = "weight_packed" if self.quantization.writer == "compressed-tensors" else "weight_scale_2"
-        return f"{module}.{leaf}" in self._shard_of
+        leaves = {"compressed-tensors": "weight_packed", "modelopt": "weight_scale_2", "bitsandbytes": NF4_STATE}
+        return f"{module}.{leaves[self.quantization.writer]}" in self._shard_of
 
-    def codes(self, module: str) -> PackedCodes:
+    def codes(self, module: str) -> Codes:
         """The packed linear layer `module` as stored, an NVFP4 global scale turned into a multiplier.
 
         ValueError names the tensor: not stored, of a wrong dtype or shape, or with a scale that no quantiser writes.
         """
         assert self.quantization is not None, "only packed folders have codes"
         writer, format = self.quantization
+        if format == "nf4" or format == "int4":
+            self._check_stored(f"{module}.{NF4_STATE if format == 'nf4' else 'weight_packed'}")
+            parts = {
+                name.removeprefix(f"{module}."): self._read(name)
+                for name in self._shard_of
+                if name.startswith(f"{module}.weight")
+            }
+            place = str(self.folder / self._shard_of[f"{module}.{'weight' if format == 'nf4' else 'weight_packed'}"])
+            from_parts = nf4_from_stored if format == "nf4" else int4_from_stored
+            return from_parts(parts, f"{place}: {module}")
         divides = writer == "compressed-tensors"
         packed = self._checked(f"{module}.weight_packed" if divides else f"{module}.weight", torch.uint8)
         n, half = packed.shape
@@ -230,10 +243,27 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     for format, name in COMPRESSED_TENSORS.items():
         if method == "compressed-tensors" and found.get("format") == name and sizes <= {BLOCKS[format]}:
             return Quantization("compressed-tensors", format)
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized" and _is_int4(weights):
+        return Quantization("compressed-tensors", "int4")
+    storage = found.get("bnb_4bit_quant_type"), found.get("bnb_4bit_quant_storage", "uint8")
+    if method == "bitsandbytes" and found.get("load_in_4bit") and storage == ("nf4", "uint8"):
+        return Quantization("bitsandbytes", "nf4")
     if method == "modelopt" and found.get("quant_algo") == "NVFP4" and sizes <= {BLOCKS["nvfp4"]}:
         return Quantization("modelopt", "nvfp4")
-    what = {key: found[key] for key in ("quant_method", "format", "quant_algo", "group_size") if key in found}
+    told = ("quant_method", "format", "quant_algo", "group_size", "load_in_8bit", "bnb_4bit_quant_type")
+    what = {key: found[key] for key in told if key in found}
     raise ValueError(
         f"{folder} is quantized as {what}, which is not understood: give a bf16 folder, or one in compressed-tensors "
-        f"{' or '.join(COMPRESSED_TENSORS.values())}, or ModelOpt NVFP4 (blocks of 16, MXFP4's of 32)"
+        f"{', '.join(COMPRESSED_TENSORS.values())} (blocks of 16, MXFP4's of 32) or pack-quantized (INT4, groups of "
+        f"{', '.join(map(str, GROUPS))}), ModelOpt NVFP4, or bitsandbytes NF4"
+    )
+
+
+def _is_int4(weights: list[dict[str, Any]]) -> bool:
+    """Whether all groups are 4-bit integers with a scale for 32, 64 or 128 columns in their order."""
+    return bool(weights) and all(
+        (weight.get("num_bits"), weight.get("type"), weight.get("strategy")) == (4, "int", "group")
+        and weight.get("group_size") in GROUPS
+        and not weight.get("actorder")
+        for weight in weights
     )

@@ -18,7 +18,7 @@ it is the nearest.)
 
 Contract: N * K is a multiple of 64 and K is even, so blocks may go on into the next row; an all-zero block gives exact
 zeros. Equal on every device but for `offset`, a sum whose order is the device's. There is no choice of scales: the
-levels are made for the largest value. Reading bitsandbytes' folders is left out.
+levels are made for the largest value. bitsandbytes' folders are read by coded_files.py.
 """
 
 from __future__ import annotations

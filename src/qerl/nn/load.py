@@ -42,7 +42,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
-from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes
+from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes
 from qerl.formats.folding import read_folds
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear, frozen_weights
@@ -75,7 +75,7 @@ class Weights(Protocol):
         """Whether a linear is stored in 4 bits."""
         ...
 
-    def codes(self, module: str) -> PackedCodes:
+    def codes(self, module: str) -> Codes:
         """A packed linear's codes."""
         ...
 
@@ -113,7 +113,7 @@ class Base:
             for name, part in zip(group.names, parts, strict=True):
                 shape = (part.packed.shape[0], 2 * part.packed.shape[1])
                 _check_shape(f"{name}.weight", shape, _linear(self.model, name).weight)
-            return [type(part)(*(tensor.to(self.device) for tensor in part)) for part in parts]
+            return [_moved(part, self.device) for part in parts]
         format = base_format(self.config)
         assert not isinstance(format, BF16), "a group of a bf16 base is dense"
         names = [f"{name}.weight" for name in group.names]
@@ -124,6 +124,11 @@ class Base:
     def weight(self, name: str) -> Tensor:
         """The stored weight of a dense linear, in its own dtype, on the device."""
         return _read(self.source, f"{name}.weight", _linear(self.model, name).weight, self.device, cast=False)
+
+
+def _moved(codes: Codes, device: torch.device) -> Codes:
+    tensors: list[Any] = [None if tensor is None else tensor.to(device) for tensor in codes]
+    return type(codes)(*tensors)
 
 
 def model_folder(path: str) -> Path:
@@ -336,7 +341,7 @@ class Source:
         """Whether a linear is stored in 4 bits."""
         return module in self.modules and self.weights.is_packed(self.modules[module])
 
-    def codes(self, module: str) -> PackedCodes:
+    def codes(self, module: str) -> Codes:
         """A packed linear's codes as stored."""
         return self.weights.codes(self.modules[module])
 
