@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_nothing_but_memory_changes(settings, expected, tmp_path):
 def test_what_matters_does_change_it(settings, expected, tmp_path):
     got = trained(tmp_path / "run", *settings)
     assert any(not torch.allclose(got[name], tensor, atol=1e-5) for name, tensor in expected.items())
+
+
+def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp_path, monkeypatch):
+    """Twice, when gradients of the same optimizer step are there already."""
+    logprobs, seen = Trainer._logprobs, []
+
+    def failing(self, micro):
+        seen.append(len(micro.input_ids))
+        if len(seen) in (2, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logprobs(self, micro)
+
+    monkeypatch.setattr(Trainer, "_logprobs", failing)
+    got = trained(tmp_path / "run", "optimizer.micro_batch_tokens=128")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["micro_batch_tokens"] < 128 and max(seen[4:]) < max(seen[:4])
+    assert "out of memory in the update; it begins again with micro-batches of" in (tmp_path / "out.txt").read_text()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
 
 
 def test_the_update_has_the_memory_of_keys_and_values(tmp_path, monkeypatch):

@@ -294,6 +294,7 @@ def results(
         "head_s": inside["head"],
         "optimizer_s": parts["optimizer"].seconds,
         "micro_batches": parts["forward"].times,
+        "micro_batch_tokens": metrics["micro_batch_tokens"],
         "rollout_tokens_per_s": new / metrics["time/rollout"],
         "update_tokens_per_s": tokens / metrics["time/update"],
         "rollout_flops": rollout_flops,

@@ -16,6 +16,7 @@ What lives how long:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import NamedTuple
@@ -40,6 +41,8 @@ from qerl.nn.lora import is_lora, lora_factors
 from qerl.nn.structure import decoder_layers, max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -99,6 +102,7 @@ class PagedEngine:
         of_token = token_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize, fp8=self._fp8)
         self._page_bytes, self._total_bytes = decoder.num_layers * PAGE_SIZE * of_token, total_bytes(decoder.device)
         self._sizes = _Sizes(0, 0, 0)
+        self._most_pages: int | None = None
         self._cache: KVCache | None = None
         self._runner: Runner | None = None
         self._captured: tuple[object, ...] = ()  # what the runner's graphs hold beside addresses
@@ -146,6 +150,17 @@ class PagedEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
         check_requests(requests, self._decoder.vocab_size, self._max_positions)
+        while True:
+            try:
+                return self._generate(requests, sampling, progress)
+            except torch.OutOfMemoryError:
+                pages = self._fewer_pages()
+            # Only here the exception, and with it what its frames held, is gone. Seeds are keys: tokens come as before.
+            self._shrink(pages)
+
+    def _generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None
+    ) -> list[list[Completion]]:
         results = [[empty_completion() for _ in request.seeds] for request in requests]
         groups = [Group(i, request) for i, request in enumerate(requests) if request.seeds and request.max_new_tokens]
         total = sum(len(request.seeds) for request in requests)
@@ -217,31 +232,56 @@ class PagedEngine:
         self._runner.reset()
         return self._cache, self._runner
 
-    def _new_cache(self) -> KVCache:
-        """As many pages as all slots can need, or as are allowed; and a spare one."""
-        decoder, sizes = self._decoder, self._sizes
-        pages = 1 + num_pool_pages(
+    def _num_pages(self) -> int:
+        """Of the pool: as many as all slots can need, or as are allowed, or fewer once memory has run out."""
+        sizes = self._sizes
+        pages = num_pool_pages(
             self._config,
             self._page_bytes,
             self._total_bytes,
             slots=sizes.slots,
             pages_per_slot=sizes.pages_per_slot,
         )
-        try:
-            return KVCache(
-                layers=decoder.num_layers,
-                pages=pages,
-                kv_heads=decoder.kv_heads,
-                head_dim=decoder.head_dim,
-                dtype=decoder.dtype,
-                device=decoder.device,
-                fp8=self._fp8,
-            )
-        except torch.OutOfMemoryError as error:
+        return pages if self._most_pages is None else min(pages, max(self._most_pages, sizes.pages_per_slot + 1))
+
+    def _fewer_pages(self) -> int:
+        """Three quarters of the pages, or as many as one sequence can need. ValueError where there are no more."""
+        pages, needed = self._num_pages(), self._sizes.pages_per_slot + 1
+        if pages <= needed:
             raise ValueError(
-                f"no memory for a KV cache of {pages * PAGE_SIZE} tokens: set or lower rollout.kv_cache_memory or "
-                "rollout.max_batch_size"
-            ) from error
+                f"no memory to sample one sequence at a time, with a KV cache of {pages * PAGE_SIZE} tokens: lower "
+                "rollout.max_completion_length or rollout.max_batch_size; `qerl plan` says what takes the memory"
+            )
+        return max(needed, pages * 3 // 4)
+
+    def _shrink(self, pages: int) -> None:
+        """From now on the cache has no more pages."""
+        self.sleep()
+        logger.warning(
+            "out of memory in the rollout; it goes on with a KV cache of %d tokens in place of %d "
+            "(set rollout.kv_cache_tokens to begin with it)",
+            pages * PAGE_SIZE,
+            self._num_pages() * PAGE_SIZE,
+        )
+        self._most_pages = pages
+
+    def _new_cache(self) -> KVCache:
+        """The pool, and a spare page."""
+        decoder = self._decoder
+        while True:
+            try:
+                return KVCache(
+                    layers=decoder.num_layers,
+                    pages=1 + self._num_pages(),
+                    kv_heads=decoder.kv_heads,
+                    head_dim=decoder.head_dim,
+                    dtype=decoder.dtype,
+                    device=decoder.device,
+                    fp8=self._fp8,
+                )
+            except torch.OutOfMemoryError:
+                pages = self._fewer_pages()
+            self._shrink(pages)
 
 
 def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]:

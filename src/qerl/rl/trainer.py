@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ from qerl.rl.checkpoint import (
     save_checkpoint,
 )
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
-from qerl.rl.loss import policy_loss
+from qerl.rl.loss import LossSums, Normalizer, policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
@@ -79,6 +79,8 @@ class Interrupted(Exception):
 class RunFailed(RuntimeError):
     """The run cannot go on; the message says why, and from where it can be resumed once that is mended."""
 
+
+T = TypeVar("T")
 
 Loader = Callable[[ModelConfig], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 """What gives the frozen model and its tokenizer."""
@@ -139,6 +141,7 @@ class Trainer:
         self.log = RunLog(self.output_dir, completions_per_step=config.log_completions)
 
         self.step = 0
+        self.micro_batch_tokens = config.optimizer.micro_batch_tokens  # or fewer, once memory has run out
         self.pending: dict[str, Any] | None = {"step": 0}  # metrics of a step that is not evaluated and logged yet
         self.rate_scale = 1.0
         self.skipped_updates = 0
@@ -232,6 +235,7 @@ class Trainer:
             "noise/vectors": report.num_noised_vectors,
             "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
             "tokens_per_second": stats.num_new_tokens / rollout_seconds,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "time/rollout": rollout_seconds,
             "time/update": time.monotonic() - update_started,
             "time/step": time.monotonic() - started,
@@ -273,11 +277,12 @@ class Trainer:
         loss, optimizer = self.config.loss, self.config.optimizer
         everything = range(len(batch.sequences))
         num_updates = loss.num_iterations * loss.updates_per_rollout
-        old = self._score(batch, everything, draw) if num_updates > 1 else None
-        ref = None
+        old = ref = None
+        if num_updates > 1:
+            old = self._within_memory(batch, lambda: self._score(batch, everything, draw))
         if loss.beta > 0:
             with adapters_disabled(self.model):
-                ref = self._score(batch, everything, draw)
+                ref = self._within_memory(batch, lambda: self._score(batch, everything, draw))
 
         totals = UpdateTotals()
         for iteration in range(loss.num_iterations):
@@ -287,30 +292,75 @@ class Trainer:
                 rate = self.rate_scale * learning_rate(optimizer, update, self.config.steps * num_updates)
                 normalizer = batch.normalizer(part, self.config.rollout.max_completion_length)
                 phase = f"update {update % num_updates + 1} of {num_updates}" if num_updates > 1 else "update"
-                micro_batches = batch.micro_batches(part, optimizer.micro_batch_tokens, self.device)
-                for number, micro in enumerate(micro_batches):
-                    self.display.phase(phase, number, len(micro_batches))
-                    with self._training_noise(micro, draw):
-                        with self.watch("forward"):
-                            logprobs, entropy = self._logprobs(micro)
-                            value, sums = policy_loss(
-                                loss,
-                                normalizer,
-                                policy_logprobs=logprobs,
-                                old_logprobs=None if old is None else old[micro.slots],
-                                rollout_logprobs=micro.rollout_logprobs,
-                                ref_logprobs=None if ref is None else ref[micro.slots],
-                                sequence=micro.sequence,
-                                advantages=micro.advantages,
-                                lengths=micro.lengths,
-                            )
-                        with self.watch("backward"):
-                            value.backward()
-                    totals.add_micro_batch(value.detach(), entropy, sums)
+
+                def accumulate(part: list[int] = part, normalizer: Normalizer = normalizer, phase: str = phase) -> Any:
+                    return self._accumulate(batch, part, normalizer, old, ref, draw, phase)
+
+                for value, entropy, sums in self._within_memory(batch, accumulate):
+                    totals.add_micro_batch(value, entropy, sums)
                 with self.watch("optimizer"):
                     taken = self._optimizer_step(rate)
                 totals.add_update(*taken)
         return totals.metrics()
+
+    def _accumulate(
+        self,
+        batch: TrainBatch,
+        part: list[int],
+        normalizer: Normalizer,
+        old: Tensor | None,
+        ref: Tensor | None,
+        draw: NoiseDraw | None,
+        phase: str,
+    ) -> list[tuple[Tensor, Tensor, LossSums]]:
+        """Gradients of an optimizer step; loss, entropies and sums of each micro-batch."""
+        results = []
+        micro_batches = batch.micro_batches(part, self.micro_batch_tokens, self.device)
+        for number, micro in enumerate(micro_batches):
+            self.display.phase(phase, number, len(micro_batches))
+            with self._training_noise(micro, draw):
+                with self.watch("forward"):
+                    logprobs, entropy = self._logprobs(micro)
+                    value, sums = policy_loss(
+                        self.config.loss,
+                        normalizer,
+                        policy_logprobs=logprobs,
+                        old_logprobs=None if old is None else old[micro.slots],
+                        rollout_logprobs=micro.rollout_logprobs,
+                        ref_logprobs=None if ref is None else ref[micro.slots],
+                        sequence=micro.sequence,
+                        advantages=micro.advantages,
+                        lengths=micro.lengths,
+                    )
+                with self.watch("backward"):
+                    value.backward()
+            results.append((value.detach(), entropy, sums))
+        return results
+
+    def _within_memory(self, batch: TrainBatch, work: Callable[[], T]) -> T:
+        """`work()`; where memory runs out, again from its beginning with micro-batches half as large.
+
+        They stay so from then on. Gradients of a broken-off attempt are thrown away; a step's are the same however it is
+        cut. OutOfMemoryError: each sequence is alone already.
+        """
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError:
+                longest = max(sequence.num_tokens for sequence in batch.sequences)
+                total = sum(sequence.num_tokens for sequence in batch.sequences)
+                largest = min(self.micro_batch_tokens, total)
+                if largest <= longest:
+                    raise
+            # Only here the exception, and with it what its frames held, is gone.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.micro_batch_tokens = max(longest, largest // 2)
+            self.display.warning(
+                f"step {self.step + 1}: out of memory in the update; it begins again with micro-batches of "
+                f"{self.micro_batch_tokens:,} tokens (set optimizer.micro_batch_tokens to begin with them)"
+            )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """policy_logprobs [C] with gradient, and the entropy [C], of the completion tokens."""
@@ -329,7 +379,7 @@ class Trainer:
     def _score(self, batch: TrainBatch, sequences: Iterable[int], draw: NoiseDraw | None) -> Tensor:
         """Log-probabilities of all completion tokens, [num_completion_tokens], under the model as it is now."""
         table = torch.zeros(batch.num_completion_tokens, device=self.device)
-        for micro in batch.micro_batches(list(sequences), self.config.optimizer.micro_batch_tokens, self.device):
+        for micro in batch.micro_batches(list(sequences), self.micro_batch_tokens, self.device):
             with self._training_noise(micro, draw), self.watch("score"):
                 table[micro.slots] = self._logprobs(micro)[0]
         return table

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -250,7 +251,7 @@ def test_too_little_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(KVCache, "__init__", full)
-    with pytest.raises(ValueError, match=r"KV cache of 160 tokens: set or lower rollout\.kv_cache_memory"):
+    with pytest.raises(ValueError, match="one sequence at a time, with a KV cache of 48 tokens: lower rollout"):
         engine_of(policy("qwen2")).generate(requests(8, samples=3), SAMPLING)
 
 
@@ -261,3 +262,32 @@ def test_no_more_is_taken_than_the_slots_can_need() -> None:
         engine = engine_of(policy("qwen2"), max_batch_size=3, **budget)
         engine.generate(requests(20, samples=5, max_new_tokens=30), SAMPLING)
         assert engine._cache is not None and engine._cache.num_pages == pages + 1  # 3 slots of 4 pages, 1 to copy
+
+
+def test_a_rollout_that_runs_out_of_memory_goes_on_with_a_smaller_cache(monkeypatch, caplog):
+    """First when the pool is made, then while it decodes; the tokens are those of a rollout that had enough."""
+    asked = requests(20, 33, samples=3, max_new_tokens=20)
+    expected = engine_of(policy("qwen2")).generate(asked, SAMPLING)
+    pools: list[int] = []
+    initialise, decode = KVCache.__init__, Runner.decode
+
+    def making(self: KVCache, **sizes: Any) -> None:
+        pools.append(sizes["pages"] - 1)
+        if len(pools) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        initialise(self, **sizes)
+
+    def decoding(self: Runner, *of: int) -> list[int]:
+        if len(pools) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(self, *of)
+
+    monkeypatch.setattr(KVCache, "__init__", making)
+    monkeypatch.setattr(Runner, "decode", decoding)
+    engine = engine_of(policy("qwen2"))
+    assert_same(engine.generate(asked, SAMPLING), expected)
+    assert pools[0] > pools[1] > pools[2] and len(pools) == 3
+    assert caplog.text.count("out of memory in the rollout; it goes on with a KV cache of") == 2
+    engine.sleep()
+    engine.wake()
+    assert pools[3] == pools[2]
