@@ -245,6 +245,11 @@ def test_fused_products(bf16, text):
     assert len(found.calibration.importance) == 8
 
 
+def test_a_folder_of_fused_products_loads_as_it_was_written(bf16, tmp_path):
+    quantize_checkpoint(bf16["phi3"], tmp_path / "packed")
+    assert torch.equal(hidden(loaded(tmp_path / "packed", "nvfp4")), hidden(loaded(bf16["phi3"], "nvfp4")))
+
+
 @pytest.mark.parametrize("quantize", [nvfp4.quantize, mxfp4.quantize])
 def test_importance_weighs_the_columns(quantize):
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+@runtime_checkable  # for the run-time type checks of the tests
 class Weights(Protocol):
     """Where a model's tensors come from: a `Checkpoint`, or what stands in for the files of a folder."""
 
