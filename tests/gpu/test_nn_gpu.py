@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from qerl.config import LoraConfig, ModelConfig
+from qerl.formats import nf4
+from qerl.kernels.coded import dequantize_by_bitsandbytes
 from qerl.nn.attention import Packing, attend_packed, packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.linear import PackedLinear
@@ -123,6 +125,38 @@ def test_a_packed_linear_moves_and_multiplies():
     output = linear(there)
     close(output.cpu(), expected, 5e-3)
     close(torch.autograd.grad(output, there, grad.cuda())[0].cpu(), expected_grad, 5e-3)
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_bitsandbytes_dequantises_nf4_to_the_same_bits(double_quant):
+    pytest.importorskip("bitsandbytes")
+    codes = nf4.quantize(torch.randn(192, 256, device="cuda"), double_quant=double_quant)
+    out = torch.full((256, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    dequantize_by_bitsandbytes(codes, out[32:224])  # rows of a scratch buffer
+    assert torch.equal(out[32:224], nf4.dequantize(codes, torch.bfloat16))
+    assert out[:32].isnan().all() and out[224:].isnan().all()
+
+
+def test_offloaded_activations_give_the_same_gradients_and_less_memory():
+    results = []
+    for offload in (False, True):
+        model = embedded()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.01)
+        recompute_layers(model, offload=offload)
+        ids = tokens(model)
+        before = torch.cuda.memory_allocated()
+        hidden = packed_forward(model, ids, ENDS)
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        hidden.float().square().sum().backward()
+        results.append((kept, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
+    (kept, expected), (less, actual) = results
+    assert less < kept
+    for name, gradient in expected.items():
+        close(actual[name], gradient, 2e-2)
 
 
 def test_norm_and_head_in_bf16():

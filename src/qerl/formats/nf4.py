@@ -129,7 +129,7 @@ def maxima(t: NF4Tensor) -> Float32[Tensor, " blocks"]:
     """Each block's absmax, as the values are scaled by."""
     if t.absmax_scale is None or t.offset is None:
         return t.absmax
-    values = dynamic_values().to(t.absmax.device)[t.absmax.int()]
+    values = _dynamic_values_on(t.absmax.device)[t.absmax.int()]
     return values * t.absmax_scale.repeat_interleave(ABSMAX_GROUP)[: values.numel()] + t.offset
 
 
@@ -150,6 +150,12 @@ def dynamic_values() -> Float32[Tensor, " 256"]:
         magnitudes.append((edges[:-1] + edges[1:]) / 2 * 10.0**d)
     positive = torch.cat(magnitudes)
     return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
+
+
+@cache
+def _dynamic_values_on(device: torch.device) -> Float32[Tensor, " 256"]:
+    """Copied once: a CUDA graph cannot copy from the host."""
+    return dynamic_values().to(device)
 
 
 def _midpoints(values: Float32[Tensor, " v"]) -> Float32[Tensor, " v_less_1"]:

@@ -6,15 +6,18 @@
 W is rounded to x's dtype before the product, as bitsandbytes and others do it; packed formats (kernels/w4a16) enter
 exactly. Several weights that read the same input are one product: their rows follow each other in the buffer.
 
-A baseline's path: every product writes all of W in x's dtype and reads it again, with float32 temporaries on the way,
-in a few PyTorch operations. Works on any device and in CUDA graphs, under the scratch buffer's rules. Neither function
-records a graph for autograd (nn/linear.py does); under torch.compile they break it.
+A baseline's path: every product writes all of W in x's dtype and reads it again. On a GPU NF4 is dequantised by
+bitsandbytes where that is installed, so that QLoRA is compared at its own speed; else, as INT4, in a few PyTorch
+operations with float32 temporaries on the way. Works on any device and in CUDA graphs, under the scratch buffer's
+rules. Neither function records a graph for autograd (nn/linear.py does); under torch.compile they break it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,11 +76,31 @@ def _dense(weights: Sequence[CodedWeight], dtype: torch.dtype) -> Float[Tensor, 
     rows, columns = [w.shape[0] for w in weights], weights[0].shape[1]
     dense = scratch(weights[0].device, dtype, sum(rows) * columns).view(-1, columns)
     for w, out in zip(weights, dense.split(rows), strict=True):
-        if isinstance(w.codes, NF4Tensor):
+        if isinstance(w.codes, NF4Tensor) and out.is_cuda and _bitsandbytes() is not None:
+            dequantize_by_bitsandbytes(w.codes, out)
+        elif isinstance(w.codes, NF4Tensor):
             nf4.dequantize(w.codes, out=out)
         else:
             int4.dequantize(w.codes, out=out)
     return dense
+
+
+def dequantize_by_bitsandbytes(codes: NF4Tensor, out: Float[Tensor, "n k"]) -> None:
+    """`nf4.dequantize` by bitsandbytes' kernel, which reads and writes every byte once; needs the package."""
+    library = _bitsandbytes()
+    assert library is not None
+    packed, absmax = codes.packed.view(-1, 1), nf4.maxima(codes)
+    library.dequantize_4bit(packed, absmax=absmax, out=out, blocksize=nf4.BLOCK, quant_type="nf4")
+
+
+@cache
+def _bitsandbytes() -> Any:
+    """bitsandbytes.functional; None where it is not installed."""
+    try:
+        from bitsandbytes import functional
+    except ImportError:
+        return None
+    return functional
 
 
 def _check(x: Tensor, size: int, weights: Sequence[CodedWeight]) -> None:

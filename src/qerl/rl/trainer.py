@@ -340,8 +340,8 @@ class Trainer:
     def _within_memory(self, batch: TrainBatch, work: Callable[[], T]) -> T:
         """`work()`; where memory runs out, again from its beginning with micro-batches half as large.
 
-        They stay so from then on. Gradients of a broken-off attempt are thrown away; a step's are the same however it is
-        cut. OutOfMemoryError: each sequence is alone already.
+        They stay so from then on. Gradients of a broken-off attempt are thrown away; those of a step do not depend on
+        its cut. OutOfMemoryError: each sequence is alone already.
         """
         while True:
             try:
