@@ -19,14 +19,15 @@ def emulate(monkeypatch):
     """w4a16_portable on a CPU, on a chip of so many multiprocessors; and its counters, to look at."""
     monkeypatch.setattr(torch, "empty", empty_is_nan(torch.empty))
 
-    def set_up(multiprocessors: int, backwards: bool = False) -> torch.Tensor:
+    def set_up(multiprocessors: int, backwards: bool = False, shared_memory: int = 227 << 10) -> torch.Tensor:
         def kernel(name: str, variant: Variant, scale_format: ScaleFormat, _: torch.device) -> EmulatedKernel:
             exports = " ".join(f"RUN({kernel})" for kernel in portable._SIGNATURES)
             library = emulation(portable.SOURCE, variant.defines(scale_format), exports, "shared")
             return EmulatedKernel(library, name, portable._SIGNATURES[name], backwards)
 
-        counters = torch.zeros(max(v.blocks for v in VARIANTS) * multiprocessors, dtype=torch.int32)
+        counters = torch.zeros(4 * portable._MAX_BLOCKS, dtype=torch.int32)
         monkeypatch.setattr(portable, "multiprocessors", lambda _: multiprocessors)
+        monkeypatch.setattr(portable, "shared_memory", lambda _: shared_memory)
         monkeypatch.setattr(portable, "_has_overlap", lambda _: False)
         monkeypatch.setattr(portable, "zeros", lambda _: counters)
         monkeypatch.setattr(portable, "_kernel", kernel)
@@ -43,7 +44,8 @@ SHAPES = [((128,), 64), ((96,), 80), ((300, 16), 144), ((8, 136, 128), 528), ((2
 def test_product(emulate, m, multiprocessors):
     """Every variant, whole and ragged tiles of tokens, rows and columns, and shares that end anywhere."""
     for i, (rows, k) in enumerate(SHAPES if m <= 64 else SHAPES[2:3]):
-        counters = emulate(multiprocessors, backwards=(i + m) % 2 == 0)
+        shared_memory = (40 if m == 7 else 227) << 10  # x of up to 8 tokens stays there, or goes to registers
+        counters = emulate(multiprocessors, backwards=(i + m) % 2 == 0, shared_memory=shared_memory)
         weight, x = random_weight(rows, k), whole(m, k, seed=m).bfloat16()
         bias = draw(sum(rows), seed=3).bfloat16() if i != 1 else None
         adapter = random_adapter(weight, rank=(4, 40)[i % 2]) if i != 2 else None
@@ -123,9 +125,39 @@ def test_the_tile_table():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_fit_the_smallest_chip(variant):
-    """sm_86, 89 and 120: 100 KiB a multiprocessor, of which 1 KiB a block is the system's; 1,536 threads."""
-    assert variant.blocks * (variant.shared_bytes + 1024 + 16) <= 100 * 1024
+    """sm_86, 89 and 120: 100 KiB a multiprocessor, of which 1 KiB a block is the system's; 1,536 threads.
+
+    Those that keep x are chosen by what a chip has.
+    """
+    assert variant.resident or variant.blocks * (variant.shared_bytes(steps=1) + 1024 + 16) <= 100 * 1024
     assert variant.blocks * variant.threads <= 1536
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 16])
+@pytest.mark.parametrize("multiprocessors", [1, 3, 7])
+@pytest.mark.parametrize("warps", [(4, 2), (1, 8), (2, 4)])
+def test_x_that_stays(emulate, m, multiprocessors, warps):
+    """Shares longer than K, shorter, and with their beginning behind their end; ragged K; x between NaN."""
+    emulate(multiprocessors)
+    v = Variant(8 if m <= 8 else 16, *warps, slices=2, depth=3, chunks=1, stages=1, blocks=1, resident=True)
+    for rows, k in [((300, 16), 1040), ((128,), 64), ((520,), 528)]:
+        weight = random_weight(rows, k)
+        around = torch.full((m + 2, k), torch.nan, dtype=torch.bfloat16)
+        x = around[1:-1]
+        x.copy_(whole(m, k, seed=m))
+        check(w4a16_portable(x, weight, variant=v), x, weight)
+
+
+def test_what_stays_is_what_fits_and_pays():
+    """Of an H200, and of a chip with 99 KiB a multiprocessor: gate and up of 32B and of 3B, down of 32B."""
+    for m, columns, rows, large, small in [
+        (8, 5120, 55_296, True, False),
+        (8, 2048, 22_016, True, True),
+        (1, 27_648, 5120, True, False),
+        (8, 27_648, 5120, False, False),
+    ]:
+        assert portable.choose(m, rows, columns, 132, 227 << 10).resident == large
+        assert portable.choose(m, rows, columns, 84, 99 << 10).resident == small
 
 
 @pytest.mark.parametrize("m", [4, 16])

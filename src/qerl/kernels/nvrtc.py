@@ -351,6 +351,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one block can have on a GPU's multiprocessor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 

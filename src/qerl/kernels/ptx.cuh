@@ -72,6 +72,13 @@ __device__ __forceinline__ float4 load_of_other_block(const float4* at) {
     return v;
 }
 
+// What another block has counted; what it wrote before that is there, too.
+__device__ __forceinline__ uint32_t load_of_other_block(const uint32_t* at) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
 // The address that copy_async takes.
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(at));
@@ -92,10 +99,16 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Programmatic dependent launch, where there is such a thing: all before this line overlaps with the previous kernel of
-// the stream, and from here on the next one may start.
+// the stream.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel of the stream may start.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -151,6 +151,7 @@ inline uint4 load(const void* at) { return read<uint4>(at); }
 inline uint4 load_once(const void* at) { return read<uint4>(at); }
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
+inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }
 inline uint32_t shared_address(const void* at) { return static_cast<const uint8_t*>(at) - __start_block_memory; }
 inline void copy_async(uint32_t to, const void* from, bool valid) { self().copies.back().push_back({to, from, valid}); }
 inline void commit_copies() { self().copies.emplace_back(); }
@@ -162,6 +163,7 @@ void wait_for_copies() {
             c.valid ? memcpy(__start_block_memory + c.to, c.from, 16) : memset(__start_block_memory + c.to, 0, 16);
 }
 inline void wait_for_previous_kernel() {}
+inline void start_next_kernel() {}
 
 // --- The kernel ---
 

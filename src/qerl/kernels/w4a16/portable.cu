@@ -16,23 +16,26 @@
 // kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
 // the previous kernel is the one that computes u: it lets this one start when x is there, and only u is waited for.
 //
-// x of up to 8 tokens comes from global memory to registers, a chunk ahead; that of more goes through shared memory
-// (cp.async, STAGES stages of CHUNKS chunks a warp), where the warps of a q find the same. A chunk's rows are 128
-// bytes there, with the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads
-// are then free of bank conflicts.
+// x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
+// the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
+// conflicts. Either (RESIDENT) all columns that the block's share needs are brought once, and the loop has no other
+// loads from memory than those of weights, and no barrier; or they pass through STAGES stages of CHUNKS chunks a warp.
+// Where x of up to 8 tokens is too long to stay, it comes from global memory to registers, a chunk ahead: slower, since a
+// lane then waits for x and, with it, for weights that it has only just asked for.
 //
 // Tokens from m on may be anything (here copies or zeros): a column of the sums depends on no other, none is stored.
 // Columns from k on have zero codes; for them x is zero, or that of other columns of the token: never foreign memory.
 //
-// Defines: TOKENS (8, 16, 32, 64), WARPS_M, WARPS_K, SLICES, DEPTH, CHUNKS, STAGES, BLOCKS (to a multiprocessor), E8M0.
+// Defines: TOKENS (8, 16, 32, 64), WARPS_M, WARPS_K, SLICES, DEPTH, CHUNKS, STAGES (1: RESIDENT, or registers), RESIDENT,
+// BLOCKS (to a multiprocessor), E8M0.
 #include "decode.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_K, ADAPTER_THREADS = 256, TILES = TOKENS / 8;
 constexpr int FINISHERS = 32 * WARPS_M, BLOCK_ROWS = 16 * SLICES * WARPS_M;
 static_assert(TILE_ROWS % BLOCK_ROWS == 0, "a block's rows lie in one row of packed tiles");
-constexpr bool X_SHARED = TOKENS > 8;
+constexpr bool X_STAGED = TOKENS > 8 && !RESIDENT;
 constexpr int CHUNK_BYTES = TOKENS * 128, STAGE_BYTES = WARPS_K * CHUNKS * CHUNK_BYTES;
-static_assert(DEPTH % (X_SHARED ? CHUNKS : 2) == 0, "one turn of the weights' ring is whole turns of x's");
+static_assert(DEPTH % (X_STAGED ? CHUNKS : RESIDENT ? 1 : 2) == 0, "one turn of the weights' ring is whole turns of x's");
 
 using Sums = float[SLICES * TILES][4];
 
@@ -99,8 +102,11 @@ __device__ __forceinline__ void add(float (&to)[4], float4 v) {
     to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
 }
 
-// Brings together the sums of the blocks that share a tile, [tile_work, tile_work + steps). True in the last to arrive,
-// which then has the whole sums, added in the order of k. `thread` numbers the THREADS_WITH_SUMS that hold some.
+constexpr int MAX_BLOCKS = 1024;  // counters: [MAX_BLOCKS] blocks that have come to a tile, [MAX_BLOCKS] sums that are there
+
+// Brings together the sums of the blocks that share a tile, [tile_work, tile_work + steps). True in the last to come,
+// which then has the whole sums, added in the order of k. It waits for the sums of those that came before it, which
+// are on their way: they wait for nobody. `thread` numbers the THREADS_WITH_SUMS that hold some.
 template <int THREADS_WITH_SUMS, int N>
 __device__ __forceinline__ bool join_blocks(float (&sums)[N][4], int thread, bool has_sums, const Shares& shares,
                                             int tile_work, int steps, float4* partial, uint32_t* counters) {
@@ -109,29 +115,41 @@ __device__ __forceinline__ bool join_blocks(float (&sums)[N][4], int thread, boo
     auto place_of = [&](int block) {
         return partial + (2 * block + (shares.first_of(block) < tile_work)) * (N * THREADS_WITH_SUMS) + thread;
     };
-    if (has_sums) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) place_of(blockIdx.x)[i * THREADS_WITH_SUMS] = to_float4(sums[i]);
-        __threadfence();
-    }
+    // A block is the first of one shared tile at most: its counters are that tile's.
+    uint32_t *come = counters + first, *there = counters + MAX_BLOCKS + first;
+    if (threadIdx.x == 0) completes_tile = atomicAdd(come, 1) == last - first;
     __syncthreads();
+    if (!completes_tile) {
+        if (has_sums) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) place_of(blockIdx.x)[i * THREADS_WITH_SUMS] = to_float4(sums[i]);
+            __threadfence();
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) atomicAdd(there, 1);
+        return false;
+    }
     if (threadIdx.x == 0) {
-        // A block is the first of one shared tile at most: its counter is that tile's.
-        completes_tile = atomicAdd(&counters[first], 1) == last - first;
-        if (completes_tile) counters[first] = 0;
+        while (load_of_other_block(there) != last - first) {}
+        *come = *there = 0;
         __threadfence();
     }
     __syncthreads();
-    if (completes_tile && has_sums) {
+    if (has_sums) {
+        float own[N][4];
 #pragma unroll
-        for (int i = 0; i < N; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0;
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) own[i][e] = sums[i][e], sums[i][e] = 0;
         for (int block = first; block <= last; ++block) {
             const float4* from = place_of(block);
+            const bool is_own = block == blockIdx.x;
 #pragma unroll
-            for (int i = 0; i < N; ++i) add(sums[i], load_of_other_block(from + i * THREADS_WITH_SUMS));
+            for (int i = 0; i < N; ++i)
+                add(sums[i], is_own ? to_float4(own[i]) : load_of_other_block(from + i * THREADS_WITH_SUMS));
         }
     }
-    return completes_tile;
+    return true;
 }
 
 // Not restrict is what the previous kernel may still be writing: no load of it may move ahead of the wait for that one.
@@ -145,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     const bf16* u,                           // [tiles of tokens, parts, rank / 16, TOKENS, 16], or null: no adapter
     const bf16* b,                           // [rank / 16, 128 tiles_n, 16]
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
-    uint32_t* counters,                      // [blocks], zero and left zero
+    uint32_t* counters,                      // [2 MAX_BLOCKS], zero and left zero
     int m, int k, int n, int tiles_n, int parts, int rank, float factor) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % WARPS_M, q = threadIdx.x / FINISHERS;
     const int chunks = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -156,6 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     // Within a chunk of x: the first of the units 2 t and 2 t + 1 to read, and the unit to copy to.
     const int x_lane = g * 128 + (2 * t + g % 2) * 16;
     const int copy_lane = threadIdx.x / 8 * 128 + (threadIdx.x % 8 ^ threadIdx.x / 8 % 2) * 16;
+    // RESIDENT: the steps of K that this share needs, from its first one on; behind the last follows the first again.
+    const int own_steps = min(steps, end_work - shares.first_of(blockIdx.x)), x_first = shares.first_of(blockIdx.x) % steps;
+    uint8_t* const reduction = shared + (RESIDENT ? own_steps * WARPS_K * CHUNK_BYTES : 0);
 
     bool is_first = true;
     for (int work = shares.first_of(blockIdx.x); work < end_work;) {
@@ -176,13 +197,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (chunks_left > d * WARPS_K) ring[d] = load_chunk(codes + d * STRIDE, scales + d * STRIDE);
-        if (is_first && u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
+        if (is_first) {
+            if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
+            start_next_kernel();
+            if constexpr (RESIDENT) {
+                // Units of 16 bytes: 8 to a token's row of a chunk. Rows from m on stay as they are.
+                const int units = own_steps * WARPS_K * TOKENS * 8;
+                for (int i = threadIdx.x; i < units; i += THREADS) {
+                    const int slot = i / (TOKENS * 8), token = i / 8 % TOKENS, unit = i % 8;
+                    const int step = x_first + slot / WARPS_K, wrapped = step < steps ? step : step - steps;
+                    const int at = (wrapped * WARPS_K + slot % WARPS_K) * TILE_COLUMNS + unit * 8;
+                    if (first_token + token >= m) continue;
+                    const bool valid = at < k;
+                    copy_async(x_shared + slot * CHUNK_BYTES + token * 128 + (unit ^ token % 2) * 16,
+                               valid ? x + static_cast<uint64_t>(first_token + token) * k + at : x, valid);
+                }
+                commit_copies();
+                wait_for_copies<0>();
+                __syncthreads();
+            }
+        }
         is_first = false;
 
         // x of up to 8 tokens. A lane that has no columns (left) keeps those of an earlier chunk, or zeros.
         const bf16* x_row = x + static_cast<uint64_t>(min(first_token + g, m - 1)) * k + t * 16;
         x_row += first_chunk * TILE_COLUMNS;
         int x_left = min(chunks_left, (k - t * 16 + TILE_COLUMNS - 1) / TILE_COLUMNS - first_chunk);
+        // RESIDENT: where this warp's first chunk lies; it comes back to the beginning behind the last step of the share.
+        int x_slot = first_step - x_first + (first_step < x_first ? steps : 0);
         uint4 x_next[2][2] = {};
         auto load_x = [&](int d) {
             if (x_left <= d * WARPS_K) return;
@@ -206,11 +248,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
             column += WARPS_K * CHUNKS * TILE_COLUMNS;
             commit_copies();
         };
-        if constexpr (X_SHARED) {
+        if constexpr (X_STAGED) {
             __syncthreads();  // the previous tile's sums have left the shared memory
 #pragma unroll
             for (int i = 0; i < STAGES - 1; ++i) fill_stage(i, steps_left > i * CHUNKS);
-        } else {
+        } else if constexpr (!RESIDENT) {
             load_x(0);
         }
 
@@ -219,12 +261,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         for (; steps_left > 0; steps_left -= DEPTH) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
-                if (X_SHARED ? steps_left <= d : chunks_left <= d * WARPS_K) break;
+                if (X_STAGED ? steps_left <= d : chunks_left <= d * WARPS_K) break;
                 auto refill = [&](Chunk& free) {
                     if (chunks_left > (d + DEPTH) * WARPS_K)
                         free = load_chunk(codes + (d + DEPTH) * STRIDE, scales + (d + DEPTH) * STRIDE);
                 };
-                if constexpr (X_SHARED) {
+                if constexpr (X_STAGED) {
                     if (d % CHUNKS == 0) {
                         wait_for_copies<STAGES - 2>();
                         __syncthreads();  // this stage is there for all, and all have left the one that is filled next
@@ -238,6 +280,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
                         };
                         multiply_chunk(sums, ring[d], x_of, refill);
                     }
+                } else if constexpr (RESIDENT) {
+                    const int at = (x_slot * WARPS_K + q) * CHUNK_BYTES + x_lane;
+                    auto x_of = [&](int j, int half) {
+                        return *reinterpret_cast<const uint4*>(shared + (at ^ half * 16) + j * 1024);
+                    };
+                    multiply_chunk(sums, ring[d], x_of, refill);
+                    x_slot = x_slot + 1 == own_steps ? 0 : x_slot + 1;
                 } else {
                     load_x(d + 1);
                     multiply_chunk(sums, ring[d], [&](int, int half) { return x_next[d % 2][half]; }, refill);
@@ -250,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         // Sums of the warps of one r, in the order of q.
         const int thread = threadIdx.x % FINISHERS;
         if constexpr (WARPS_K > 1) {
-            float4* of_others = reinterpret_cast<float4*>(shared) + thread;
+            float4* of_others = reinterpret_cast<float4*>(reduction) + thread;
             __syncthreads();  // x has been read
             if (q > 0) {
 #pragma unroll
@@ -332,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTER_THREADS, 1) adapter_input(
     const bf16* x,         // [m, k]
     bf16* u,               // [tiles of tokens, parts rank / 16, TOKENS, 16]
     float4* partial,       // [2 blocks, ADAPTER_THREADS]
-    uint32_t* counters,    // [blocks], zero and left zero
+    uint32_t* counters,    // [2 MAX_BLOCKS], zero and left zero; others than the product's, which may run beside
     int m, int k, int padded_k, int parts, int rank) {
     constexpr int WARPS = ADAPTER_THREADS / 32;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
@@ -341,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTER_THREADS, 1) adapter_input(
     const Shares shares(ranks / 16 * tiles_m * steps, gridDim.x);
     const int end_work = shares.first_of(blockIdx.x + 1);
     wait_for_previous_kernel();
+    start_next_kernel();
 
     for (int work = shares.first_of(blockIdx.x); work < end_work;) {
         const int tile = work / steps, first_step = work % steps, num_steps = min(steps - first_step, end_work - work);

@@ -2,8 +2,8 @@
 
     x [m, k] --(adapter: u = round(scaling * (x A^T)))--> portable.cu, with the packed weight --> y [m, n]
 
-A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. All of them fit any chip from sm_80 on: no
-registers are spilled, and a block has 24 KiB of shared memory at most. Instructions a weight (of a lane, in the inner
+A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In one of them x stays in shared memory, where
+a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the others fit any chip from sm_80 on, with 24 KiB at most. No registers are spilled. Instructions a weight (of a lane, in the inner
 loop, read from the machine code; 1.9 of them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
 
 Deterministic: blocks share the work as the shape and the number of multiprocessors say, and their sums are added in a
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, shared_memory, zeros
 from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
-_ADAPTER_THREADS = 256  # as in portable.cu
+_ADAPTER_THREADS, _MAX_BLOCKS = 256, 1024  # as in portable.cu
+_RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
 # A letter for each parameter, in portable.cu's order.
 _SIGNATURES = {"w4a16": "PPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
@@ -43,6 +44,7 @@ class Variant(NamedTuple):
     chunks: int
     stages: int
     blocks: int
+    resident: bool = False
 
     @property
     def rows(self) -> int:
@@ -54,33 +56,64 @@ class Variant(NamedTuple):
         """Of a block."""
         return 32 * self.warps_m * self.warps_k
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: the stages of x, or the sums of the warps that share rows, whichever is more."""
-        x = self.stages * self.chunks * self.warps_k * self.tokens * TILE_COLUMNS * 2 if self.tokens > 8 else 0
-        return max(x, (self.warps_k - 1) * self.rows * self.tokens * 4)
+    def shared_bytes(self, steps: int) -> int:
+        """Dynamic shared memory: x (that of so many steps, or of the stages), sums of the warps that share rows."""
+        chunk, sums = self.tokens * TILE_COLUMNS * 2, (self.warps_k - 1) * self.rows * self.tokens * 4
+        if self.resident:
+            return steps * self.warps_k * chunk + sums
+        return max(self.stages * self.chunks * self.warps_k * chunk if self.tokens > 8 else 0, sums)
 
     def defines(self, scale_format: ScaleFormat) -> dict[str, int]:
         """Of portable.cu."""
-        return {name.upper(): value for name, value in self._asdict().items()} | {"E8M0": int(scale_format == "e8m0")}
+        return {name.upper(): int(value) for name, value in self._asdict().items()} | {
+            "E8M0": int(scale_format == "e8m0")
+        }
 
 
 # Up to 8 tokens. Narrow tiles give a small weight enough blocks without sharing any: few latencies behind one another.
 _LITTLE_WORK = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2)
 _MUCH_WORK = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
+_RESIDENT = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
 _MORE_TOKENS = (
     Variant(tokens=16, warps_m=4, warps_k=2, slices=2, depth=2, chunks=2, stages=3, blocks=2),
     Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
     Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
-VARIANTS = (_LITTLE_WORK, _MUCH_WORK, *_MORE_TOKENS)
+VARIANTS = (_LITTLE_WORK, _MUCH_WORK, _RESIDENT, *_MORE_TOKENS)
 
 
-def choose(m: int, rows: int, columns: int) -> Variant:
-    """The variant for m tokens and a weight of so many rows and columns (as measured on an H200)."""
+class Shares(NamedTuple):
+    """How a variant deals out a weight: its tiles, each so many steps of K, among blocks."""
+
+    steps: int
+    tiles: int
+    blocks: int
+
+    @classmethod
+    def of(cls, v: Variant, m: int, rows: int, columns: int, processors: int) -> Shares:
+        """Equal shares of all tiles; narrow ones have a block each."""
+        steps, tiles = -(-columns // (TILE_COLUMNS * v.warps_k)), rows // v.rows * -(-m // v.tokens)
+        return cls(steps, tiles, tiles if v.warps_m == 1 else min(tiles * steps, v.blocks * processors))
+
+    @property
+    def most(self) -> int:
+        """Steps whose columns of x the block with the longest share needs."""
+        return min(self.steps, -(-self.tiles * self.steps // self.blocks))
+
+
+def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int) -> Variant:
+    """The variant for m tokens and a weight of so many rows and columns (as measured on an H200).
+
+    processors: multiprocessors, each with so many bytes of shared memory.
+    """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
-    return _LITTLE_WORK if max(rows, columns) <= 8192 else _MUCH_WORK
+    if max(rows, columns) <= 8192:
+        return _LITTLE_WORK
+    x = _RESIDENT.shared_bytes(Shares.of(_RESIDENT, m, rows, columns, processors).most)
+    # Until x is there nothing is multiplied: a long one of many tokens does not pay.
+    pays = m <= 4 or columns <= 8192
+    return _RESIDENT if pays and _RESIDENT.blocks * (x + _RESERVED) <= shared_memory else _MUCH_WORK
 
 
 def w4a16_portable(
@@ -92,20 +125,20 @@ def w4a16_portable(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
     m, k = x.shape
+    if m == 0:
+        return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
     plan = weight.plans.get(("portable", m, variant)) or _make_plan(weight, m, variant, x.device)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
-    if m == 0:
-        return y
     x = aligned(x)
     partial = counters = u = b = parts = rank = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
-        counters = zeros(x.device)
+        counters = zeros(x.device)[: 2 * _MAX_BLOCKS]
     if adapter is not None:
         u, b = _adapter_input(x, adapter, plan.variant), adapter.b
         parts, rank, _ = adapter.a.shape
     plan.kernel.launch(
-        (plan.blocks, 1, 1), plan.variant.threads, plan.variant.shared_bytes,
+        (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
         (
             plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b, partial,
             counters, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
@@ -121,6 +154,7 @@ class _Plan(NamedTuple):
     variant: Variant
     kernel: Kernel
     blocks: int
+    shared_bytes: int
     shared: bool
     partial: int
     tiles: int
@@ -134,22 +168,22 @@ class _Plan(NamedTuple):
 
 def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torch.device) -> _Plan:
     rows, k = weight.padded_shape[0], weight.columns
-    v = asked or choose(m, rows, k)
-    tiles_n, tiles_k = rows // TILE_ROWS, -(-k // TILE_COLUMNS)
-    tiles = rows // v.rows * -(-m // v.tokens)
-    shared = v.warps_m > 1  # equal shares of all tiles; narrow ones have a block each
-    blocks = min(tiles * -(-tiles_k // v.warps_k), v.blocks * multiprocessors(device)) if shared else tiles
+    processors = multiprocessors(device)
+    v = asked or choose(m, rows, k, processors, shared_memory(device))
+    shares = Shares.of(v, m, rows, k, processors)
+    assert shares.blocks <= _MAX_BLOCKS or v.warps_m == 1
     plan = _Plan(
         v,
         _kernel("w4a16", v, weight.scale_format, device),
-        blocks,
-        shared,
-        2 * blocks * v.tokens * v.rows,
+        shares.blocks,
+        v.shared_bytes(shares.most),
+        v.warps_m > 1,
+        2 * shares.blocks * v.tokens * v.rows,
         weight.tiles.data_ptr(),
         weight.global_scale.data_ptr(),
         weight.tile_table,
         weight.shape[0],
-        tiles_n,
+        rows // TILE_ROWS,
         weight.epilogue_factor,
         _has_overlap(device),
     )
@@ -170,11 +204,12 @@ def _adapter_input(
     shape = (-(-m // variant.tokens), parts, rank // SLICE, variant.tokens, SLICE)
     u = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
+    counters = zeros(x.device)[2 * _MAX_BLOCKS :]  # the product may start meanwhile, and has its own
     _kernel("adapter_input", variant, "e4m3", x.device).launch(  # it is the same for every format of the weights
         (blocks, 1, 1),
         _ADAPTER_THREADS,
         _ADAPTER_THREADS * variant.tokens * 2,
-        (adapter.a, adapter.scaling, x, u, partial, zeros(x.device), m, k, padded_k, parts, rank),
+        (adapter.a, adapter.scaling, x, u, partial, counters, m, k, padded_k, parts, rank),
         overlap=_has_overlap(x.device),
     )
     return u
