@@ -2,6 +2,7 @@
 #pragma once
 
 inline void launch_dependents() {}
+inline void publish_for_copies() {}
 inline void wait_for_previous_kernels() {}
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}

@@ -23,7 +23,8 @@
 // Either way sums are added in the order of k: the same input gives the same bits.
 //
 // Launched with programmatic dependence: weights are loaded before griddepcontrol.wait, everything that an earlier
-// kernel may have written (x, u, B, counters) after it, and nothing is written before it.
+// kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter the kernel
+// before is prepare.cu, which lets this one start when x's tiles are there: only u is waited for, behind the steps of K.
 //
 // Defines: TOKENS (16, 32, 64, 128), STAGES, CLUSTER, BLOCKS (to a multiprocessor), REGISTERS (of a consumer thread),
 // SLICES (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                           B_BYTES, barrier);
         };
         const int whole_steps = chunks / CHUNKS;
-        // The ring is empty: fill it with weights, then wait for the kernels before this one, then bring their results.
+        // The ring is empty: fill it with weights, which no kernel writes.
         Schedule ahead = schedule;
         for (int i = 0; i < STAGES && ahead.next(s);)
             for (int step = s.begin; step < s.end && i < STAGES; step++, i++) {
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 else if (step < k_steps)
                     copy_last_chunk(ring + i * STAGE_BYTES, fulls + 8 * i);
             }
-        wait_for_previous_kernels();
+        if (SLICES == 0) wait_for_previous_kernels();
         while (schedule.next(s)) {
             const uint8_t *from = weights_of(s.begin),
                           *x_from = x + ((size_t)(s.tile % token_tiles) * k_steps + s.begin) * X_BYTES;
@@ -162,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     if (!filling) copy_last_chunk(to, barrier);
                     bulk_copy(to, x_from, X_BYTES, barrier);
                 } else if (SLICES > 0) {
+                    wait_for_previous_kernels();
                     copy_adapter((step - k_steps) * CHUNKS, to, barrier);
                 }
             }

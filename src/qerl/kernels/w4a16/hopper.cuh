@@ -6,6 +6,12 @@
 
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// What this thread wrote to global memory is there for bulk copies of kernels that start from here on.
+__device__ __forceinline__ void publish_for_copies() {
+    __threadfence();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 __device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- Barriers in shared memory, and the copies that complete on them -------------------------------------------------

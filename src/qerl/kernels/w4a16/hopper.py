@@ -28,6 +28,7 @@ _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
 _THREADS = 384  # of hopper.cu
 _STEP_CHUNKS = 2
+_WORTH_SHARING = 1.03  # whole tiles would take so much longer than equal shares
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
 
 # A letter for each parameter, in the sources' order.
@@ -187,7 +188,7 @@ class _Launch(NamedTuple):
         blocks = tiles * v.cluster
         if v.cluster == 1:
             # Not worth the sums' way through memory where whole tiles keep all but a few blocks busy.
-            shared_tiles = 0 if -(-tiles // most) * most <= 1.2 * tiles else tiles % most
+            shared_tiles = 0 if -(-tiles // most) * most <= _WORTH_SHARING * tiles else tiles % most
             # Who comes last reads the sums of all that share a tile, one after the other: not more than four.
             sharers = min(most, shared_tiles * min(4, plan.steps + plan.slices // _STEP_CHUNKS))
             blocks = min(tiles, most) if tiles >= most or not sharers else sharers

@@ -32,10 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     w4a16_prepare(const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
                   const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
                   int parts, int tile_blocks, int pieces) {
-    // A product that has its x from elsewhere may begin when x is there: it waits for u only.
-    if (tile_blocks > 0) launch_dependents();
+    // Without an adapter the product starts at once and waits for this kernel's end. With one it starts when the tiles
+    // are there (or, where it has x from elsewhere, when that is), and waits for the end only before it needs u.
+    if (SLICES == 0) launch_dependents();
     wait_for_previous_kernels();
-    if (tile_blocks == 0) launch_dependents();
+    if (SLICES > 0 && blockIdx.x >= tile_blocks) launch_dependents();
     if (blockIdx.x < tile_blocks) {
         for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
              first += tile_blocks * TURNS * THREADS) {
@@ -54,6 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i < TURNS; i++)
                 if (first + i * THREADS < pieces)
                     tiles[first + i * THREADS] = make_uint4(v[i][0], v[i][1], v[i][2], v[i][3]);
+        }
+        if (SLICES > 0) {
+            publish_for_copies();
+            launch_dependents();
         }
         return;
     }
