@@ -173,9 +173,14 @@ def test_every_step_is_done_once(variant):
     for k_steps, slices, tiles, multiprocessors in itertools.product(
         range(1, 9), (0, 4), range(1, 40), (1, 2, 3, 5, 8)
     ):
-        steps = k_steps + slices // 2
+        steps, supertiles = k_steps + slices // 2, variant.panels * tiles - tiles % variant.panels
         plan = SimpleNamespace(
-            variant=variant, steps=k_steps, slices=slices, supertiles=tiles, multiprocessors=multiprocessors, parts=1
+            variant=variant,
+            steps=k_steps,
+            slices=slices,
+            supertiles=supertiles,
+            multiprocessors=multiprocessors,
+            parts=1,
         )
         launch = hopper._Launch.of(plan, variant.tokens)
         assert launch.blocks <= max(multiprocessors * variant.blocks, tiles * variant.cluster * (variant.cluster > 1))

@@ -58,7 +58,7 @@ inline void __threadfence() {}
 // --- Threads ---
 
 struct Copy { uint32_t to; const void* from; bool valid; };
-struct Multiplication { int n; float* d; const uint32_t* a; uint32_t tile; bool add; };
+struct Multiplication { int n; float* d; const uint32_t* a; uint32_t tile; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(64 * 1024);

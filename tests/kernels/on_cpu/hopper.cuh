@@ -73,8 +73,8 @@ inline uint32_t matrix(uint32_t address) { return address >> 4 | 1 << 16; }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { self().multiplications.emplace_back(); }
 template <int N>
-void wgmma(float* d, const uint32_t* a, uint32_t tile, int add) {
-    self().multiplications.back().push_back({N, d, a, tile, add != 0});
+void wgmma(float* d, const uint32_t* a, uint32_t tile) {
+    self().multiplications.back().push_back({N, d, a, tile});
 }
 template <int LEFT>
 void wgmma_wait() {
@@ -92,7 +92,7 @@ void wgmma_wait() {
             }
             for (int j = 0; j < m.n / 2; ++j) {
                 const int token = j / 4 * 8 + lane % 4 * 2 + j % 2, h = j / 2 % 2;
-                float sum = m.add ? m.d[j] : 0;
+                float sum = m.d[j];
                 for (int k = 0; k < 16; ++k) {
                     const uint32_t at = ((m.tile & 0xFFFF) << 4) + token / 8 * 1024 + token % 8 * 128 + 2 * k;
                     const uint32_t swizzled = at ^ (at >> 7 & 7) << 4;  // rows of 128 bytes

@@ -2,14 +2,15 @@
 //
 //     y[m, n] = scale[n] sum_k x[m, k] W[n, k] + bias[n] + sum_r u[m, r] B[n, r]
 //
-// A block computes 128 rows of W, one row of packed tiles, for TOKENS tokens. Steps of K, two chunks of 64 columns each,
-// pass through a ring of STAGES in shared memory: one thread copies, two warpgroups compute.
+// A block computes PANELS x 128 rows of W, neighbouring rows of packed tiles, for TOKENS tokens. Steps of K, two chunks
+// of 64 columns each, pass through a ring of STAGES in shared memory: one thread copies, WARPGROUPS compute, each 64 rows
+// of HALVES panels. What limits is the traffic from the second-level cache, a chunk's 4.6 KB of weights a panel and
+// TOKENS * 128 bytes of x: so panels share an x. Of an odd number of panels the last is read twice, and written once.
 //
-//     producer   weights as they are stored, x as prepare.cu lays it out: two bulk copies a step, no tensor map
+//     producer   weights as they are stored, x as prepare.cu lays it out: a bulk copy each a step, no tensor map
 //     consumer   64 rows x 64 columns of W at a time: 16 + 2 bytes a thread -> 32 weights in registers (decode.cuh),
-//                the A operand of four wgmma; the tokens in shared memory are its N. There are two fragment buffers, so
-//                that the next decode runs while the tensor cores work: a wgmma with A in registers takes
-//                32 + TOKENS / 2 cycles (measured), a decode about 80 instructions a warp.
+//                the A operand of four wgmma; the tokens in shared memory are its N. There are two fragment buffers of
+//                WORDS wgmma each, so that the next decode runs while the tensor cores work.
 //
 // A tile is the steps of K, then the adapter's, which bring bf16 rows of B and u for mma.sync: its sums are laid out as
 // a warp's share of wgmma's. The sums are scaled in between. Work is dealt in one of two ways:
@@ -26,18 +27,19 @@
 // kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter the kernel
 // before is prepare.cu, which lets this one start when x's tiles are there: only u is waited for, behind the steps of K.
 //
-// Defines: TOKENS (16, 32, 64, 128), STAGES, CLUSTER, BLOCKS (to a multiprocessor), REGISTERS (of a consumer thread),
-// SLICES (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
+// Defines: TOKENS (16, 32, 64, 128), WARPGROUPS, HALVES, STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1, 2 or 4),
+// REGISTERS (of a consumer thread), PRODUCER_REGISTERS, SLICES (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int WARPS = 8, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128, PRODUCER_REGISTERS = BLOCKS == 1 ? 40 : 32;
-constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp
+constexpr int WARPS = 4 * WARPGROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
+constexpr int PANELS = WARPGROUPS * HALVES / 2, PANELS_AT_ONCE = WARPGROUPS / 2;
+constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp, HALVES times
 constexpr int CHUNKS = 2, X_BYTES = CHUNKS * TOKENS * 128, W_BYTES = CHUNKS * TILE_BYTES;
-constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + PANELS * W_BYTES;
 constexpr int U_BYTES = TOKENS * 32, B_BYTES = 128 * 32;  // a slice of 16 ranks
-static_assert(STAGE_BYTES % 1024 == 0 && SLICES % CHUNKS == 0, "");
-static_assert(CLUSTER == 1 || CONSUMERS * PIECES * 16 <= STAGES * STAGE_BYTES, "sums are handed over in the ring");
+static_assert(STAGE_BYTES % 1024 == 0 && 4 % WORDS == 0 && SLICES % CHUNKS == 0 && WARPGROUPS % 2 == 0, "");
+static_assert(CLUSTER == 1 || HALVES * CONSUMERS * PIECES * 16 <= STAGES * STAGE_BYTES, "sums are handed over there");
 
 struct Segment {
     int tile, begin, end;
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                  const int* __restrict__ table,        // [supertiles, 3]: first output column, rows, part
                  const bf16* __restrict__ bias,        // [n], or null
                  bf16* __restrict__ y,                 // [m, n]
-                 float* __restrict__ partial,          // [blocks, 2, 128 * TOKENS]
+                 float* __restrict__ partial,          // [blocks, 2, PANELS * 128 * TOKENS]
                  int* __restrict__ counters,           // [shared_tiles, WARPS]: zero before and after
                  int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers,
                  float factor) {
@@ -97,54 +99,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     if (CLUSTER > 1) cluster_sync();  // others arrive at our barriers
     const int k_steps = (chunks + CHUNKS - 1) / CHUNKS;
-    Schedule schedule(k_steps + SLICES / CHUNKS, supertiles * token_tiles, shared_tiles, sharers);
-    Segment s;
+    auto own_schedule = [&] {
+        const int tiles = (supertiles + PANELS - 1) / PANELS * token_tiles;
+        return Schedule(k_steps + SLICES / CHUNKS, tiles, shared_tiles, sharers);
+    };
+    Segment s = {};
 
     if (warp >= WARPS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x != CONSUMERS) return;
         launch_dependents();
+        Schedule schedule = own_schedule();
         int stage = 0, phase = 1;
         bool filling = true;  // the ring for the first time
         auto advance = [&] {
             if (++stage == STAGES) stage = 0, phase ^= 1, filling = false;
         };
+        auto supertile_of = [&](int panel) { return min(s.tile / token_tiles * PANELS + panel, supertiles - 1); };
         auto weights_of = [&](int step) {
-            return weights + ((size_t)(s.tile / token_tiles) * chunks + step * CHUNKS) * TILE_BYTES;
+            return weights + ((size_t)supertile_of(0) * chunks + step * CHUNKS) * TILE_BYTES;
         };
-        auto copy_weights = [&](const uint8_t* from, uint32_t to, uint32_t barrier) {
-            barrier_expect(barrier, X_BYTES + W_BYTES);
-            bulk_copy(to + X_BYTES, from, W_BYTES, barrier);
+        auto next_panel = [&] { return (size_t)(supertile_of(PANELS - 1) - supertile_of(0)) * chunks * TILE_BYTES; };
+        auto copy_weights = [&](const uint8_t* from, size_t panel, uint32_t to, uint32_t barrier) {
+            barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+            for (int p = 0; p < PANELS; p++)
+                bulk_copy(to + X_BYTES + p * W_BYTES, from + p * panel, W_BYTES, barrier);
         };
         // The last chunk of an odd number, twice: the second time, x is zero.
         auto copy_last_chunk = [&](uint32_t to, uint32_t barrier) {
-            barrier_expect(barrier, X_BYTES + W_BYTES);
-            for (int c = 0; c < 2; c++)
-                bulk_copy(to + X_BYTES + c * TILE_BYTES, weights_of(k_steps - 1), TILE_BYTES, barrier);
+            barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll 1
+            for (int i = 0; i < PANELS * CHUNKS; i++)
+                bulk_copy(to + X_BYTES + i * TILE_BYTES, weights_of(k_steps - 1) + i / CHUNKS * next_panel(),
+                          TILE_BYTES, barrier);
         };
         auto copy_adapter = [&](int slice, uint32_t to, uint32_t barrier) {
-            const int supertile = s.tile / token_tiles, token_tile = s.tile % token_tiles;
-            barrier_expect(barrier, CHUNKS * (U_BYTES + B_BYTES));
-            bulk_copy(to, u + (((size_t)token_tile * parts + table[3 * supertile + 2]) * SLICES + slice) * U_BYTES,
-                      CHUNKS * U_BYTES, barrier);
-            for (int c = 0; c < CHUNKS; c++)
-                bulk_copy(to + X_BYTES + c * B_BYTES, b + ((size_t)(slice + c) * supertiles + supertile) * B_BYTES,
-                          B_BYTES, barrier);
+            const int token_tile = s.tile % token_tiles;
+            barrier_expect(barrier, PANELS * CHUNKS * (U_BYTES + B_BYTES));
+#pragma unroll 1
+            for (int p = 0; p < PANELS; p++) {
+                const int supertile = supertile_of(p);
+                bulk_copy(to + p * CHUNKS * U_BYTES,
+                          u + (((size_t)token_tile * parts + table[3 * supertile + 2]) * SLICES + slice) * U_BYTES,
+                          CHUNKS * U_BYTES, barrier);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++)
+                    bulk_copy(to + X_BYTES + p * W_BYTES + c * B_BYTES,
+                              b + ((size_t)(slice + c) * supertiles + supertile) * B_BYTES, B_BYTES, barrier);
+            }
         };
         const int whole_steps = chunks / CHUNKS;
         // The ring is empty: fill it with weights, which no kernel writes.
         Schedule ahead = schedule;
-        for (int i = 0; i < STAGES && ahead.next(s);)
+        for (int i = 0; i < STAGES && ahead.next(s);) {
+            const size_t panel = next_panel();
             for (int step = s.begin; step < s.end && i < STAGES; step++, i++) {
                 if (step < whole_steps)
-                    copy_weights(weights_of(step), ring + i * STAGE_BYTES, fulls + 8 * i);
+                    copy_weights(weights_of(step), panel, ring + i * STAGE_BYTES, fulls + 8 * i);
                 else if (step < k_steps)
                     copy_last_chunk(ring + i * STAGE_BYTES, fulls + 8 * i);
             }
+        }
         if (SLICES == 0) wait_for_previous_kernels();
         while (schedule.next(s)) {
             const uint8_t *from = weights_of(s.begin),
                           *x_from = x + ((size_t)(s.tile % token_tiles) * k_steps + s.begin) * X_BYTES;
+            const size_t panel = next_panel();
             int step = s.begin;
 #pragma unroll 1
             for (const int end = min(s.end, whole_steps); step < end;
@@ -152,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const uint32_t to = ring + stage * STAGE_BYTES, barrier = fulls + 8 * stage;
                 if (!filling) {
                     barrier_wait(empties + 8 * stage, phase);
-                    copy_weights(from, to, barrier);
+                    copy_weights(from, panel, to, barrier);
                 }
                 bulk_copy(to, x_from, X_BYTES, barrier);
             }
@@ -172,8 +193,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 
     take_registers<REGISTERS>();
-    const int g = lane / 4, t = lane % 4, first_row = warp * 16;  // a warp's 16 rows
-    const uint32_t codes_at = X_BYTES + warp * 512 + 16 * lane, scales_at = X_BYTES + CODE_BYTES + warp * 64 + 2 * lane;
+    Schedule schedule = own_schedule();
+    const int g = lane / 4, t = lane % 4, first_panel = warp / 8, first_row = warp % 8 * 16;  // a warp's 16 rows
+    const uint32_t codes_at = X_BYTES + first_panel * W_BYTES + warp % 8 * 512 + 16 * lane,
+                   scales_at = X_BYTES + first_panel * W_BYTES + CODE_BYTES + warp % 8 * 64 + 2 * lane;
     int stage = 0, phase = 0, last = 0;
     auto advance = [&] {
         last = stage;
@@ -182,80 +205,109 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     auto release = [&](int which) {
         if (lane == 0) barrier_arrive(empties + 8 * which);
     };
-    float acc[TOKENS / 2];
-    uint32_t a[CHUNKS][4][4];
-    while (schedule.next(s)) {
-        const int supertile = s.tile / token_tiles, m0 = s.tile % token_tiles * TOKENS, k_end = min(s.end, k_steps);
+    float acc[HALVES][TOKENS / 2];
+    uint32_t a[2][WORDS][4];
+    for (bool some_left = schedule.next(s); some_left; some_left = CLUSTER == 1 && schedule.next(s)) {
+        const int m0 = s.tile % token_tiles * TOKENS, k_end = min(s.end, k_steps);
+        auto supertile_of = [&](int h) { return s.tile / token_tiles * PANELS + h * PANELS_AT_ONCE + first_panel; };
+        float scale0[HALVES], scale8[HALVES];
+        auto read_scales = [&] {
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                const float* scales = row_scale + min(supertile_of(h), supertiles - 1) * 128 + first_row + g;
+                scale0[h] = scales[0] * factor, scale8[h] = scales[8] * factor;
+            }
+        };
+        if (BLOCKS == 1) read_scales();  // in good time: no other block computes meanwhile
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+#pragma unroll
+            for (int e = 0; e < TOKENS / 2; e++) acc[h][e] = 0.f;
 #pragma unroll 1
         for (int step = s.begin; step < k_end; step++) {
             barrier_wait(fulls + 8 * stage, phase);
             const uint32_t from = ring + stage * STAGE_BYTES, x_tile = __shfl_sync(~0u, matrix(from), 0);
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) {
-                const uint4 codes = load_shared_16(from + codes_at + c * TILE_BYTES);
-                const uint32_t scales = load_shared_2(from + scales_at + c * TILE_BYTES);
-                wgmma_wait<1>();  // so a[c] is free again
-                if (c == 1 && step > s.begin) release(last);
+            for (int i = 0; i < CHUNKS * HALVES; i++) {
+                const int c = i / HALVES, h = i % HALVES;
+                const uint32_t away = c * TILE_BYTES + h * PANELS_AT_ONCE * W_BYTES;
+                const uint4 codes = load_shared_16(from + codes_at + away);
+                const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w},
+                               scales = load_shared_2(from + scales_at + away);
                 uint32_t scale, scale_8;
                 decode_scales(scales, scale, scale_8);
-                decode_word(codes.x, scale, scale_8, a[c][0]), decode_word(codes.y, scale, scale_8, a[c][1]);
-                decode_word(codes.z, scale, scale_8, a[c][2]), decode_word(codes.w, scale, scale_8, a[c][3]);
-                wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < 4; k++)
-                    wgmma<TOKENS>(acc, a[c][k], x_tile + c * TOKENS * 8 + 2 * k, c + k > 0 || step > s.begin);
-                wgmma_commit();
+                for (int k = 0; k < 4; k += WORDS) {
+                    const int group = (4 * i + k) / WORDS;
+                    wgmma_wait<1>();  // so this buffer is free again
+                    if (group == 1 && step > s.begin) release(last);
+#pragma unroll
+                    for (int w = 0; w < WORDS; w++) decode_word(words[k + w], scale, scale_8, a[group % 2][w]);
+                    wgmma_fence();
+#pragma unroll
+                    for (int w = 0; w < WORDS; w++)
+                        wgmma<TOKENS>(acc[h], a[group % 2][w], x_tile + c * TOKENS * 8 + 2 * (k + w));
+                    wgmma_commit();
+                }
             }
             advance();
         }
         wgmma_wait<0>();
-        const bool some = k_end > s.begin;
-        if (some) release(last);
-        const float scale0 = row_scale[supertile * 128 + first_row + g] * factor,
-                    scale8 = row_scale[supertile * 128 + first_row + g + 8] * factor;
+        if (k_end > s.begin) release(last);
+        if (BLOCKS > 1) read_scales();
 #pragma unroll
-        for (int e = 0; e < TOKENS / 2; e++) acc[e] = some ? acc[e] * (e & 2 ? scale8 : scale0) : 0.f;
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+            for (int e = 0; e < TOKENS / 2; e++) acc[h][e] *= e & 2 ? scale8[h] : scale0[h];
+        }
         if constexpr (SLICES > 0)
 #pragma unroll 1
             for (int step = max(s.begin, k_steps); step < s.end; step++) {
                 barrier_wait(fulls + 8 * stage, phase);
                 const uint32_t from = ring + stage * STAGE_BYTES;
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++) {
-                    const uint32_t rows = from + X_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4,
-                                   tokens = from + c * U_BYTES + g * 32 + t * 4;
-                    const uint32_t f[4] = {load_shared_4(rows), load_shared_4(rows + 256), load_shared_4(rows + 16),
-                                           load_shared_4(rows + 272)};
+                for (int h = 0; h < HALVES; h++)
 #pragma unroll
-                    for (int i = 0; i < PIECES; i++)
-                        mma(*reinterpret_cast<float(*)[4]>(&acc[4 * i]), f, load_shared_4(tokens + 256 * i),
-                            load_shared_4(tokens + 256 * i + 16));
-                }
+                    for (int c = 0; c < CHUNKS; c++) {
+                        const int panel = h * PANELS_AT_ONCE + first_panel;
+                        const uint32_t at = from + X_BYTES + panel * W_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4,
+                                       tokens = from + (panel * CHUNKS + c) * U_BYTES + g * 32 + t * 4;
+                        const uint32_t f[4] = {load_shared_4(at), load_shared_4(at + 256), load_shared_4(at + 16),
+                                               load_shared_4(at + 272)};
+#pragma unroll
+                        for (int i = 0; i < PIECES; i++)
+                            mma(*reinterpret_cast<float(*)[4]>(&acc[h][4 * i]), f, load_shared_4(tokens + 256 * i),
+                                load_shared_4(tokens + 256 * i + 16));
+                    }
                 __syncwarp();
                 release(stage);
                 advance();
             }
         wait_for_previous_kernels();  // long done: from here on this thread writes
-        const int first_column = table[3 * supertile] + first_row;
-        const int rows = table[3 * supertile + 1] - first_row;  // valid ones
-        float bias0 = 0.f, bias8 = 0.f;
-        if (bias) {
-            if (g < rows) bias0 = bf16_to_float(bias[first_column + g]);
-            if (g + 8 < rows) bias8 = bf16_to_float(bias[first_column + g + 8]);
+        int first_column[HALVES], rows[HALVES];  // valid ones
+        float bias0[HALVES], bias8[HALVES];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            const int supertile = supertile_of(h), *entry = table + 3 * min(supertile, supertiles - 1);
+            first_column[h] = entry[0] + first_row;
+            rows[h] = supertile < supertiles ? entry[1] - first_row : 0;
+            bias0[h] = bias && g < rows[h] ? bf16_to_float(bias[first_column[h] + g]) : 0.f;
+            bias8[h] = bias && g + 8 < rows[h] ? bf16_to_float(bias[first_column[h] + g + 8]) : 0.f;
         }
-        // A warp's i-th piece -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
-        auto write = [&](int i, float4 v) {
-            const uint32_t low = transpose(pack_bf16(v.x + bias0, v.y + bias0)),
-                           high = transpose(pack_bf16(v.z + bias8, v.w + bias8));
+        // A warp's i-th piece of a half -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
+        auto write = [&](int h, int i, float4 v) {
+            const int column = first_column[h], valid = rows[h], token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
+            const uint32_t low = transpose(pack_bf16(v.x + bias0[h], v.y + bias0[h])),
+                           high = transpose(pack_bf16(v.z + bias8[h], v.w + bias8[h]));
             const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? low : high, 1);
             const uint2 packed = t & 1 ? make_uint2(other, high) : make_uint2(low, other);
-            const int token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
             if (token >= m) return;
-            bf16* to = y + (size_t)token * n + first_column + row;
-            if (((n | first_column) & 3) == 0 && row + 4 <= rows)
+            bf16* to = y + (size_t)token * n + column + row;
+            if (((n | column) & 3) == 0 && row + 4 <= valid)
                 *(uint2*)to = packed;
             else
-                for (int j = 0; j < 4 && row + j < rows; j++)
+#pragma unroll 1
+                for (int j = 0; j < 4 && row + j < valid; j++)
                     to[j] = (bf16)((j < 2 ? packed.x : packed.y) >> (16 * (j & 1)));
         };
         if constexpr (CLUSTER > 1) {
@@ -263,19 +315,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                            read = shared_address(&sums_read);
             consumers_sync<CONSUMERS>();  // all have left the ring
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) store_shared_16(mine + i * CONSUMERS * 16, &acc[4 * i]);
+            for (int i = 0; i < HALVES * PIECES; i++)
+                store_shared_16(mine + i * CONSUMERS * 16, &acc[i / PIECES][i % PIECES * 4]);
             __syncwarp();
             if (lane < CLUSTER) barrier_arrive_at(there, lane);
             barrier_wait_cluster(there, 0);
-            for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
-                float4 v[CLUSTER];
 #pragma unroll
-                for (int block = 0; block < CLUSTER; block++)
-                    v[block] = load_from_block(mine + i * CONSUMERS * 16, block);
+            for (int h = 0; h < HALVES; h++)
+#pragma unroll 1
+                for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
+                    float4 v[CLUSTER];
 #pragma unroll
-                for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
-                write(i, v[0]);
-            }
+                    for (int block = 0; block < CLUSTER; block++)
+                        v[block] = load_from_block(mine + (h * PIECES + i) * CONSUMERS * 16, block);
+#pragma unroll
+                    for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
+                    write(h, i, v[0]);
+                }
             __syncwarp();
             if (lane < CLUSTER) barrier_arrive_at(read, lane);
             barrier_wait_cluster(read, 0);  // before this block's memory goes
@@ -286,13 +342,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 // A block has two places: for the tile that its share begins in, and for the one that it ends in.
                 auto sums_of = [&](int block) {
                     return (float4*)(partial + ((size_t)block * 2 + (Schedule::share(block, total, sharers) < first)) *
-                                                   (128 * TOKENS)) +
+                                                   (PANELS * 128 * TOKENS)) +
                            threadIdx.x;
                 };
                 const int begin = block_of(first), end = block_of(first + schedule.steps - 1) + 1;
                 float4* own = sums_of(blockIdx.x);
 #pragma unroll
-                for (int i = 0; i < PIECES; i++) own[i * CONSUMERS] = *(float4*)&acc[4 * i];
+                for (int i = 0; i < HALVES * PIECES; i++)
+                    own[i * CONSUMERS] = *(float4*)&acc[i / PIECES][i % PIECES * 4];
                 __threadfence();
                 __syncwarp();
                 int ticket = 0, *counter = counters + s.tile * WARPS + warp;
@@ -302,20 +359,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 }
                 if (__shfl_sync(~0u, ticket, 0) != end - begin - 1) continue;
                 __threadfence();
-                if (end - begin == 2) {  // no order to keep
-                    const float4* theirs = sums_of(begin + end - 1 - blockIdx.x);
 #pragma unroll
-                    for (int i = 0; i < PIECES; i++) add(&acc[4 * i], load_of_other_block(theirs + i * CONSUMERS));
-                } else {
+                for (int h = 0; h < HALVES; h++) {
+                    constexpr int AWAY = PIECES * CONSUMERS;  // the next half
+                    if (end - begin == 2) {                   // no order to keep
+                        const float4* theirs = sums_of(begin + end - 1 - blockIdx.x) + h * AWAY;
+#pragma unroll
+                        for (int i = 0; i < PIECES; i++)
+                            add(&acc[h][4 * i], load_of_other_block(theirs + i * CONSUMERS));
+                        continue;
+                    }
                     constexpr int DEPTH = PIECES < 8 ? 8 / PIECES : 1;  // loads in flight: at least 8 of 16 bytes
 #pragma unroll
-                    for (int e = 0; e < TOKENS / 2; e++) acc[e] = 0.f;
+                    for (int e = 0; e < TOKENS / 2; e++) acc[h][e] = 0.f;
 #pragma unroll 1
                     for (int block = begin; block < end; block += DEPTH) {
                         float4 v[DEPTH][PIECES];
 #pragma unroll
                         for (int d = 0; d < DEPTH; d++) {
-                            const float4* theirs = sums_of(min(block + d, end - 1));
+                            const float4* theirs = sums_of(min(block + d, end - 1)) + h * AWAY;
 #pragma unroll
                             for (int i = 0; i < PIECES; i++) v[d][i] = load_of_other_block(theirs + i * CONSUMERS);
                         }
@@ -323,13 +385,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         for (int d = 0; d < DEPTH; d++)
                             if (block + d < end) {
 #pragma unroll
-                                for (int i = 0; i < PIECES; i++) add(&acc[4 * i], v[d][i]);
+                                for (int i = 0; i < PIECES; i++) add(&acc[h][4 * i], v[d][i]);
                             }
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) write(i, *(float4*)&acc[4 * i]);
+            for (int i = 0; i < HALVES * PIECES; i++)
+                write(i / PIECES, i % PIECES, *(float4*)&acc[i / PIECES][i % PIECES * 4]);
         }
     }
 }

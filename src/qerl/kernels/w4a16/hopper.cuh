@@ -161,9 +161,9 @@ __device__ __forceinline__ void wgmma_wait() {
 // 1,024 bytes apart (which the upper half, 0x40000040, says). A step of 16 bytes adds 1.
 __device__ __forceinline__ uint32_t matrix(uint32_t address) { return address >> 4 | 1 << 16; }
 
-// d[64 rows, N tokens] (+)= a[64, 16] (registers) times 16 columns of a tile in shared memory; add = 0 overwrites d.
+// d[64 rows, N tokens] += a[64, 16] (registers) times 16 columns of a tile in shared memory.
 template <int N>
-__device__ __forceinline__ void wgmma(float* d, const uint32_t* a, uint32_t tile, int add);
+__device__ __forceinline__ void wgmma(float* d, const uint32_t* a, uint32_t tile);
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
@@ -174,27 +174,25 @@ __device__ __forceinline__ void wgmma(float* d, const uint32_t* a, uint32_t tile
 #define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// Operands behind the N / 2 numbers of d: a in A0 .. A3, the tile, add.
-#define WGMMA(N, NAMES, D, A0, A1, A2, A3, TILE, ADD)                                                \
-    template <>                                                                                      \
-    __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t* a, uint32_t tile, int add) {  \
-        asm volatile(                                                                                \
-            "{\n"                                                                                    \
-            ".reg .pred add;\n"                                                                      \
-            ".reg .b64 tile;\n"                                                                      \
-            "setp.ne.b32 add, %" #ADD ", 0;\n"                                                       \
-            "mov.b64 tile, {%" #TILE ", 0x40000040};\n"                                              \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, "                 \
-            "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, tile, add, 1, 1, 0;\n"                        \
-            "}"                                                                                      \
-            : D                                                                                      \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(tile), "r"(add));                      \
+// Operands behind the N / 2 numbers of d: a in A0 .. A3, the tile.
+#define WGMMA(N, NAMES, D, A0, A1, A2, A3, TILE)                                                    \
+    template <>                                                                                     \
+    __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t* a, uint32_t tile) {          \
+        asm volatile(                                                                               \
+            "{\n"                                                                                   \
+            ".reg .b64 tile;\n"                                                                     \
+            "mov.b64 tile, {%" #TILE ", 0x40000040};\n"                                             \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, "                \
+            "{%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, tile, 1, 1, 1, 0;\n"                         \
+            "}"                                                                                     \
+            : D                                                                                     \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(tile));                               \
     }
 #define SIXTY_FOUR THIRTY_TWO(0), THIRTY_TWO(32)
-WGMMA(16, NAMES_8, EIGHT(0), 8, 9, 10, 11, 12, 13)
-WGMMA(32, NAMES_16, SIXTEEN(0), 16, 17, 18, 19, 20, 21)
-WGMMA(64, NAMES_32, THIRTY_TWO(0), 32, 33, 34, 35, 36, 37)
-WGMMA(128, NAMES_64, SIXTY_FOUR, 64, 65, 66, 67, 68, 69)
+WGMMA(16, NAMES_8, EIGHT(0), 8, 9, 10, 11, 12)
+WGMMA(32, NAMES_16, SIXTEEN(0), 16, 17, 18, 19, 20)
+WGMMA(64, NAMES_32, THIRTY_TWO(0), 32, 33, 34, 35, 36)
+WGMMA(128, NAMES_64, SIXTY_FOUR, 64, 65, 66, 67, 68)
 
 // --- Results ---------------------------------------------------------------------------------------------------------
 

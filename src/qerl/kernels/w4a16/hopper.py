@@ -26,9 +26,10 @@ from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, zeros
 _FOLDER = Path(__file__).parent
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
-_THREADS = 384  # of hopper.cu
 _STEP_CHUNKS = 2
 _WORTH_SHARING = 1.03  # whole tiles would take so much longer than equal shares
+_MOST_SHARERS = 4  # of a tile
+_WITH_A_WAVE = 0.8  # where what is left is for a smaller part of the blocks, they share a wave of tiles with it
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
 
 # A letter for each parameter, in the sources' order.
@@ -41,11 +42,23 @@ class Variant(NamedTuple):
     tokens: int
     cluster: int
     blocks: int
+    warpgroups: int
+    halves: int
+
+    @property
+    def panels(self) -> int:
+        """Rows of packed tiles that a block computes."""
+        return self.warpgroups * self.halves // 2
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that compute, and a warpgroup for the one that copies."""
+        return 128 * (self.warpgroups + 1)
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one step."""
-        return _STEP_CHUNKS * (self.tokens * TILE_COLUMNS * 2 + TILE_BYTES)
+        return _STEP_CHUNKS * (self.tokens * TILE_COLUMNS * 2 + self.panels * TILE_BYTES)
 
     @property
     def stages(self) -> int:
@@ -54,37 +67,50 @@ class Variant(NamedTuple):
 
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
+        # What a block starts with, all threads alike, is what its warpgroups then divide: registers come in eights.
+        pool = 65536 // (self.threads * self.blocks) // 8 * 8 * (self.warpgroups + 1)
+        most = (pool - 40) // self.warpgroups // 8 * 8
+        registers = min(232, most)
         return {
             "TOKENS": self.tokens,
+            "WARPGROUPS": self.warpgroups,
+            "HALVES": self.halves,
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
-            "REGISTERS": 232 if self.blocks == 1 else 104,
+            # Of a consumer's registers what sums and all the rest leave; two buffers of four registers a word.
+            "WORDS": next((w for w in (4, 2) if self.halves * (self.tokens // 2 + 32) + 8 * w <= registers), 1),
+            "REGISTERS": registers,
+            "PRODUCER_REGISTERS": (pool - registers * self.warpgroups) // 8 * 8,
             "SLICES": slices,
             "E8M0": int(scale_format == "e8m0"),
         }
 
 
-# Two blocks to a multiprocessor, so that one computes while the other begins or ends, where shared memory allows it.
-# Blocks of a cluster split K: (most rows of tiles, cluster) for weights with too few to go round. The sizes are those
-# of which an H200 runs enough clusters at once.
-_BLOCKS = {16: 2, 32: 2, 64: 2, 128: 1}
-_CLUSTERS = {2: ((32, 8), (44, 5), (66, 4)), 1: ((32, 4), (36, 3), (66, 2))}
+# (blocks to a multiprocessor, warpgroups that compute, halves) for so many tokens: 256 rows a block, so that x is read
+# half as often as by blocks of one row of tiles. At 128 tokens the sums of two warpgroups fill the registers.
+_FORMS = {16: (1, 4, 1), 32: (1, 4, 1), 64: (1, 4, 1), 128: (1, 2, 2)}
+# Blocks of a cluster split K: (most tiles, cluster) for products with too few tiles to go round. The sizes are those of
+# which an H200, with one block to a multiprocessor, runs enough clusters at once.
+_CLUSTERS = ((16, 8), (22, 5), (32, 4), (66, 2))
+_MULTIPROCESSORS = 132  # of an H200
 VARIANTS = tuple(
-    Variant(tokens, cluster, blocks)
-    for tokens, blocks in _BLOCKS.items()
-    for cluster in (1, *(cluster for _, cluster in _CLUSTERS[blocks]))
+    Variant(tokens, cluster, *form)
+    for tokens, form in _FORMS.items()
+    for cluster in (1, *(cluster for _, cluster in _CLUSTERS))
 )
 
 
-def choose(m: int, supertiles: int, chunks: int) -> Variant:
-    """The variant for m tokens and a weight of 128 * supertiles rows, 64 * chunks columns (as measured on an H200)."""
-    tokens = next((t for t in _BLOCKS if m <= t), 128)
-    blocks = _BLOCKS[tokens]
-    cluster = next((c for most, c in _CLUSTERS[blocks] if supertiles <= most), 1) if m <= 128 else 1
-    if chunks > 128 and supertiles * cluster < 100 * blocks:
-        cluster = 1  # so much work that idle multiprocessors cost more than sharing tiles through memory
-    return Variant(tokens, cluster, blocks)
+def choose(m: int, supertiles: int) -> Variant:
+    """The variant for m tokens and a weight of 128 * supertiles rows (as measured on an H200)."""
+    tokens = next((t for t in _FORMS if m <= t), 128)
+    whole = Variant(tokens, 1, *_FORMS[tokens])
+    tiles = -(-supertiles // whole.panels) * -(-m // tokens)
+    cluster = next((c for most, c in _CLUSTERS if tiles <= most), 1)
+    # Clusters add their sums at less cost than blocks that share tiles through memory; those may be more.
+    if cluster * tiles < 0.8 * min(_MULTIPROCESSORS, _MOST_SHARERS * tiles):
+        return whole
+    return whole._replace(cluster=cluster)
 
 
 def w4a16_hopper(
@@ -117,7 +143,7 @@ def w4a16_hopper(
         overlap=True,
     )  # fmt: skip
     plan.product.launch(
-        (launch.blocks, 1, 1), _THREADS, plan.variant.stages * plan.variant.stage_bytes + 1024,
+        (launch.blocks, 1, 1), plan.variant.threads, plan.variant.stages * plan.variant.stage_bytes + 1024,
         (
             plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
             partial, counters, m, plan.n, plan.supertiles, plan.chunks,
@@ -182,15 +208,17 @@ class _Launch(NamedTuple):
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
         tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)
-        tiles = plan.supertiles * token_tiles
+        tiles = -(-plan.supertiles // v.panels) * token_tiles
         most = plan.multiprocessors * v.blocks
         shared_tiles = sharers = 0
         blocks = tiles * v.cluster
         if v.cluster == 1:
             # Not worth the sums' way through memory where whole tiles keep all but a few blocks busy.
             shared_tiles = 0 if -(-tiles // most) * most <= _WORTH_SHARING * tiles else tiles % most
-            # Who comes last reads the sums of all that share a tile, one after the other: not more than four.
-            sharers = min(most, shared_tiles * min(4, plan.steps + plan.slices // _STEP_CHUNKS))
+            if tiles > most and 0 < shared_tiles * _MOST_SHARERS < _WITH_A_WAVE * most:
+                shared_tiles += most  # a share for every block
+            # Who comes last reads the sums of all that share a tile, one after the other.
+            sharers = min(most, shared_tiles * min(_MOST_SHARERS, plan.steps + plan.slices // _STEP_CHUNKS))
             blocks = min(tiles, most) if tiles >= most or not sharers else sharers
         partial = _round_up(x_bytes + token_tiles * plan.parts * plan.slices * v.tokens * 2 * SLICE, 256)
         return cls(
@@ -203,7 +231,7 @@ class _Launch(NamedTuple):
             blocks,
             x_bytes,
             partial,
-            partial + sharers * 2 * TILE_ROWS * v.tokens * 4,
+            partial + sharers * 2 * v.panels * TILE_ROWS * v.tokens * 4,
         )
 
 
@@ -229,7 +257,7 @@ class _Plan(NamedTuple):
 def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None) -> tuple[_Plan, _Launch]:
     device = weight.device
     supertiles, chunks, _ = weight.tiles.shape
-    v = asked or choose(m, supertiles, chunks)
+    v = asked or choose(m, supertiles)
     defines = v.defines(slices, weight.scale_format)
     plan = _Plan(
         v,
