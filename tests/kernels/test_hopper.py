@@ -40,6 +40,7 @@ def emulate(monkeypatch):
         monkeypatch.setattr(hopper, "kernel", kernel)
         monkeypatch.setattr(hopper, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(hopper, "zeros", lambda _: counters)
+        monkeypatch.setattr(hopper, "_shared", lambda waves, chunks: waves)  # so that small products share, too
         return counters
 
     return set_up
@@ -177,6 +178,7 @@ def test_every_step_is_done_once(variant):
         plan = SimpleNamespace(
             variant=variant,
             steps=k_steps,
+            chunks=1 << 20,  # so many that sharing pays wherever it can
             slices=slices,
             supertiles=supertiles,
             multiprocessors=multiprocessors,

@@ -33,6 +33,7 @@
 #define __forceinline__ inline
 #define __align__(n)
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 using bf16 = uint16_t;
 struct Index { int x; } threadIdx, blockIdx, gridDim;

@@ -4,8 +4,8 @@
 //
 // A block computes PANELS x 128 rows of W, neighbouring rows of packed tiles, for TOKENS tokens. Steps of K, two chunks
 // of 64 columns each, pass through a ring of STAGES in shared memory: one thread copies, WARPGROUPS compute, each 64 rows
-// of HALVES panels. What limits is the traffic from the second-level cache, a chunk's 4.6 KB of weights a panel and
-// TOKENS * 128 bytes of x: so panels share an x. Of an odd number of panels the last is read twice, and written once.
+// of a panel. What limits is the traffic from the second-level cache, a chunk's 4.6 KB of weights a panel and TOKENS * 128
+// bytes of x: so panels share an x. Of an odd number of panels the last is read twice, and written once.
 //
 //     producer   weights as they are stored, x as prepare.cu lays it out: a bulk copy each a step, no tensor map
 //     consumer   64 rows x 64 columns of W at a time: 16 + 2 bytes a thread -> 32 weights in registers (decode.cuh),
@@ -27,19 +27,20 @@
 // kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter the kernel
 // before is prepare.cu, which lets this one start when x's tiles are there: only u is waited for, behind the steps of K.
 //
-// Defines: TOKENS (16, 32, 64, 128), WARPGROUPS, HALVES, STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1, 2 or 4),
-// REGISTERS (of a consumer thread), PRODUCER_REGISTERS, SLICES (rank / 16 of the adapter, 0 for none), E8M0 (0 or 1).
+// Defines: TOKENS (16, 32, 64, 128), WARPGROUPS (2 a panel), STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1, 2 or
+// 4), FIRST_REGISTERS (of any thread), then REGISTERS (of a consumer's), PRODUCER_REGISTERS; SLICES (rank / 16 of the
+// adapter, 0 for none), E8M0 (0 or 1).
 #include "decode.cuh"
 #include "hopper.cuh"
 
 constexpr int WARPS = 4 * WARPGROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
-constexpr int PANELS = WARPGROUPS * HALVES / 2, PANELS_AT_ONCE = WARPGROUPS / 2;
-constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp, HALVES times
+constexpr int PANELS = WARPGROUPS / 2;
+constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp
 constexpr int CHUNKS = 2, X_BYTES = CHUNKS * TOKENS * 128, W_BYTES = CHUNKS * TILE_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + PANELS * W_BYTES;
 constexpr int U_BYTES = TOKENS * 32, B_BYTES = 128 * 32;  // a slice of 16 ranks
 static_assert(STAGE_BYTES % 1024 == 0 && 4 % WORDS == 0 && SLICES % CHUNKS == 0 && WARPGROUPS % 2 == 0, "");
-static_assert(CLUSTER == 1 || HALVES * CONSUMERS * PIECES * 16 <= STAGES * STAGE_BYTES, "sums are handed over there");
+static_assert(CLUSTER == 1 || CONSUMERS * PIECES * 16 <= STAGES * STAGE_BYTES, "sums are handed over there");
 
 struct Segment {
     int tile, begin, end;
@@ -70,7 +71,7 @@ struct Schedule {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
     w4a16_hopper(const uint8_t* __restrict__ weights,  // [supertiles, chunks, 4608]
                  const uint8_t* __restrict__ x,        // [token tiles, steps of K, 2, TOKENS, 64] bf16, by prepare.cu
                  const uint8_t* __restrict__ u,        // [token tiles, parts, SLICES, TOKENS, 16] bf16, by prepare.cu
@@ -194,51 +195,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     take_registers<REGISTERS>();
     Schedule schedule = own_schedule();
-    const int g = lane / 4, t = lane % 4, first_panel = warp / 8, first_row = warp % 8 * 16;  // a warp's 16 rows
-    const uint32_t codes_at = X_BYTES + first_panel * W_BYTES + warp % 8 * 512 + 16 * lane,
-                   scales_at = X_BYTES + first_panel * W_BYTES + CODE_BYTES + warp % 8 * 64 + 2 * lane;
+    // A shuffle's result is kept in a register; else the assembler would compute these anew in each step.
+    auto kept = [&](uint32_t v, int from) { return __shfl_sync(~0u, v, from); };
+    const int thread = kept(threadIdx.x, lane), own_warp = thread / 32, own_lane = thread % 32;
+    const int g = own_lane / 4, t = own_lane % 4, own_panel = own_warp / 8, first_row = own_warp % 8 * 16;
+    const uint32_t first_codes = ring + X_BYTES + own_panel * W_BYTES,
+                   codes_at = kept(first_codes + own_warp % 8 * 512 + 16 * own_lane, lane),
+                   scales_at = kept(first_codes + CODE_BYTES + own_warp % 8 * 64 + 2 * own_lane, lane),
+                   first_x_tile = kept(matrix(ring) + own_lane, 0), first_full = kept(fulls + own_lane, 0),
+                   first_empty = kept(empties + own_lane, 0);
     int stage = 0, phase = 0, last = 0;
     auto advance = [&] {
         last = stage;
         if (++stage == STAGES) stage = 0, phase ^= 1;
     };
     auto release = [&](int which) {
-        if (lane == 0) barrier_arrive(empties + 8 * which);
+        if (own_lane == 0) barrier_arrive(first_empty + 8 * which);
     };
-    float acc[HALVES][TOKENS / 2];
+    float acc[TOKENS / 2];
     uint32_t a[2][WORDS][4];
     for (bool some_left = schedule.next(s); some_left; some_left = CLUSTER == 1 && schedule.next(s)) {
         const int m0 = s.tile % token_tiles * TOKENS, k_end = min(s.end, k_steps);
-        auto supertile_of = [&](int h) { return s.tile / token_tiles * PANELS + h * PANELS_AT_ONCE + first_panel; };
-        float scale0[HALVES], scale8[HALVES];
+        const int supertile = s.tile / token_tiles * PANELS + own_panel, read = min(supertile, supertiles - 1);
+        float scale0, scale8;
         auto read_scales = [&] {
-#pragma unroll
-            for (int h = 0; h < HALVES; h++) {
-                const float* scales = row_scale + min(supertile_of(h), supertiles - 1) * 128 + first_row + g;
-                scale0[h] = scales[0] * factor, scale8[h] = scales[8] * factor;
-            }
+            const float* scales = row_scale + read * 128 + first_row + g;
+            scale0 = scales[0] * factor, scale8 = scales[8] * factor;
         };
         if (BLOCKS == 1) read_scales();  // in good time: no other block computes meanwhile
 #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-#pragma unroll
-            for (int e = 0; e < TOKENS / 2; e++) acc[h][e] = 0.f;
+        for (int e = 0; e < TOKENS / 2; e++) acc[e] = 0.f;
 #pragma unroll 1
         for (int step = s.begin; step < k_end; step++) {
-            barrier_wait(fulls + 8 * stage, phase);
-            const uint32_t from = ring + stage * STAGE_BYTES, x_tile = __shfl_sync(~0u, matrix(from), 0);
+            barrier_wait(first_full + 8 * stage, phase);
+            const uint32_t from = stage * STAGE_BYTES, x_tile = first_x_tile + from / 16;
 #pragma unroll
-            for (int i = 0; i < CHUNKS * HALVES; i++) {
-                const int c = i / HALVES, h = i % HALVES;
-                const uint32_t away = c * TILE_BYTES + h * PANELS_AT_ONCE * W_BYTES;
-                const uint4 codes = load_shared_16(from + codes_at + away);
+            for (int c = 0; c < CHUNKS; c++) {
+                const uint4 codes = load_shared_16(codes_at + from + c * TILE_BYTES);
                 const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w},
-                               scales = load_shared_2(from + scales_at + away);
+                               scales = load_shared_2(scales_at + from + c * TILE_BYTES);
                 uint32_t scale, scale_8;
                 decode_scales(scales, scale, scale_8);
 #pragma unroll
                 for (int k = 0; k < 4; k += WORDS) {
-                    const int group = (4 * i + k) / WORDS;
+                    const int group = (4 * c + k) / WORDS;
                     wgmma_wait<1>();  // so this buffer is free again
                     if (group == 1 && step > s.begin) release(last);
 #pragma unroll
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     wgmma_fence();
 #pragma unroll
                     for (int w = 0; w < WORDS; w++)
-                        wgmma<TOKENS>(acc[h], a[group % 2][w], x_tile + c * TOKENS * 8 + 2 * (k + w));
+                        wgmma<TOKENS>(acc, a[group % 2][w], x_tile + c * TOKENS * 8 + 2 * (k + w));
                     wgmma_commit();
                 }
             }
@@ -256,85 +256,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (k_end > s.begin) release(last);
         if (BLOCKS > 1) read_scales();
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-            for (int e = 0; e < TOKENS / 2; e++) acc[h][e] *= e & 2 ? scale8[h] : scale0[h];
-        }
+        for (int e = 0; e < TOKENS / 2; e++) acc[e] *= e & 2 ? scale8 : scale0;
         if constexpr (SLICES > 0)
 #pragma unroll 1
             for (int step = max(s.begin, k_steps); step < s.end; step++) {
-                barrier_wait(fulls + 8 * stage, phase);
+                barrier_wait(first_full + 8 * stage, phase);
                 const uint32_t from = ring + stage * STAGE_BYTES;
 #pragma unroll
-                for (int h = 0; h < HALVES; h++)
+                for (int c = 0; c < CHUNKS; c++) {
+                    const uint32_t at = from + X_BYTES + own_panel * W_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4,
+                                   tokens = from + (own_panel * CHUNKS + c) * U_BYTES + g * 32 + t * 4;
+                    const uint32_t f[4] = {load_shared_4(at), load_shared_4(at + 256), load_shared_4(at + 16),
+                                           load_shared_4(at + 272)};
 #pragma unroll
-                    for (int c = 0; c < CHUNKS; c++) {
-                        const int panel = h * PANELS_AT_ONCE + first_panel;
-                        const uint32_t at = from + X_BYTES + panel * W_BYTES + c * B_BYTES + (first_row + g) * 32 + t * 4,
-                                       tokens = from + (panel * CHUNKS + c) * U_BYTES + g * 32 + t * 4;
-                        const uint32_t f[4] = {load_shared_4(at), load_shared_4(at + 256), load_shared_4(at + 16),
-                                               load_shared_4(at + 272)};
-#pragma unroll
-                        for (int i = 0; i < PIECES; i++)
-                            mma(*reinterpret_cast<float(*)[4]>(&acc[h][4 * i]), f, load_shared_4(tokens + 256 * i),
-                                load_shared_4(tokens + 256 * i + 16));
-                    }
+                    for (int i = 0; i < PIECES; i++)
+                        mma(*reinterpret_cast<float(*)[4]>(&acc[4 * i]), f, load_shared_4(tokens + 256 * i),
+                            load_shared_4(tokens + 256 * i + 16));
+                }
                 __syncwarp();
                 release(stage);
                 advance();
             }
         wait_for_previous_kernels();  // long done: from here on this thread writes
-        int first_column[HALVES], rows[HALVES];  // valid ones
-        float bias0[HALVES], bias8[HALVES];
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) {
-            const int supertile = supertile_of(h), *entry = table + 3 * min(supertile, supertiles - 1);
-            first_column[h] = entry[0] + first_row;
-            rows[h] = supertile < supertiles ? entry[1] - first_row : 0;
-            bias0[h] = bias && g < rows[h] ? bf16_to_float(bias[first_column[h] + g]) : 0.f;
-            bias8[h] = bias && g + 8 < rows[h] ? bf16_to_float(bias[first_column[h] + g + 8]) : 0.f;
-        }
-        // A warp's i-th piece of a half -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
-        auto write = [&](int h, int i, float4 v) {
-            const int column = first_column[h], valid = rows[h], token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
-            const uint32_t low = transpose(pack_bf16(v.x + bias0[h], v.y + bias0[h])),
-                           high = transpose(pack_bf16(v.z + bias8[h], v.w + bias8[h]));
+        const int first_column = table[3 * read] + first_row;
+        const int rows = supertile < supertiles ? table[3 * read + 1] - first_row : 0;  // valid ones
+        const float bias0 = bias && g < rows ? bf16_to_float(bias[first_column + g]) : 0.f;
+        const float bias8 = bias && g + 8 < rows ? bf16_to_float(bias[first_column + g + 8]) : 0.f;
+        // A warp's i-th piece -> y. Four rows a thread: 0-3, 8-11, 4-7, 12-15 for t = 0 .. 3.
+        auto write = [&](int i, float4 v) {
+            const int token = m0 + 8 * i + g, row = (t & 1) * 8 + (t & 2) * 2;
+            const uint32_t low = transpose(pack_bf16(v.x + bias0, v.y + bias0)),
+                           high = transpose(pack_bf16(v.z + bias8, v.w + bias8));
             const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? low : high, 1);
             const uint2 packed = t & 1 ? make_uint2(other, high) : make_uint2(low, other);
             if (token >= m) return;
-            bf16* to = y + (size_t)token * n + column + row;
-            if (((n | column) & 3) == 0 && row + 4 <= valid)
+            bf16* to = y + (size_t)token * n + first_column + row;
+            if (((n | first_column) & 3) == 0 && row + 4 <= rows)
                 *(uint2*)to = packed;
             else
 #pragma unroll 1
-                for (int j = 0; j < 4 && row + j < valid; j++)
+                for (int j = 0; j < 4 && row + j < rows; j++)
                     to[j] = (bf16)((j < 2 ? packed.x : packed.y) >> (16 * (j & 1)));
         };
         if constexpr (CLUSTER > 1) {
             const uint32_t mine = ring + threadIdx.x * 16, there = shared_address(&sums_there),
-                           read = shared_address(&sums_read);
+                           taken = shared_address(&sums_read);
             consumers_sync<CONSUMERS>();  // all have left the ring
 #pragma unroll
-            for (int i = 0; i < HALVES * PIECES; i++)
-                store_shared_16(mine + i * CONSUMERS * 16, &acc[i / PIECES][i % PIECES * 4]);
+            for (int i = 0; i < PIECES; i++) store_shared_16(mine + i * CONSUMERS * 16, &acc[4 * i]);
             __syncwarp();
             if (lane < CLUSTER) barrier_arrive_at(there, lane);
             barrier_wait_cluster(there, 0);
-#pragma unroll
-            for (int h = 0; h < HALVES; h++)
 #pragma unroll 1
-                for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
-                    float4 v[CLUSTER];
+            for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
+                float4 v[CLUSTER];
 #pragma unroll
-                    for (int block = 0; block < CLUSTER; block++)
-                        v[block] = load_from_block(mine + (h * PIECES + i) * CONSUMERS * 16, block);
+                for (int block = 0; block < CLUSTER; block++)
+                    v[block] = load_from_block(mine + i * CONSUMERS * 16, block);
 #pragma unroll
-                    for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
-                    write(h, i, v[0]);
-                }
+                for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
+                write(i, v[0]);
+            }
             __syncwarp();
-            if (lane < CLUSTER) barrier_arrive_at(read, lane);
-            barrier_wait_cluster(read, 0);  // before this block's memory goes
+            if (lane < CLUSTER) barrier_arrive_at(taken, lane);
+            barrier_wait_cluster(taken, 0);  // before this block's memory goes
         } else {
             if (s.begin > 0 || s.end < schedule.steps) {
                 const int total = shared_tiles * schedule.steps, first = s.tile * schedule.steps;
@@ -348,8 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const int begin = block_of(first), end = block_of(first + schedule.steps - 1) + 1;
                 float4* own = sums_of(blockIdx.x);
 #pragma unroll
-                for (int i = 0; i < HALVES * PIECES; i++)
-                    own[i * CONSUMERS] = *(float4*)&acc[i / PIECES][i % PIECES * 4];
+                for (int i = 0; i < PIECES; i++) own[i * CONSUMERS] = *(float4*)&acc[4 * i];
                 __threadfence();
                 __syncwarp();
                 int ticket = 0, *counter = counters + s.tile * WARPS + warp;
@@ -359,25 +343,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 }
                 if (__shfl_sync(~0u, ticket, 0) != end - begin - 1) continue;
                 __threadfence();
+                if (end - begin == 2) {  // no order to keep
+                    const float4* theirs = sums_of(begin + end - 1 - blockIdx.x);
 #pragma unroll
-                for (int h = 0; h < HALVES; h++) {
-                    constexpr int AWAY = PIECES * CONSUMERS;  // the next half
-                    if (end - begin == 2) {                   // no order to keep
-                        const float4* theirs = sums_of(begin + end - 1 - blockIdx.x) + h * AWAY;
-#pragma unroll
-                        for (int i = 0; i < PIECES; i++)
-                            add(&acc[h][4 * i], load_of_other_block(theirs + i * CONSUMERS));
-                        continue;
-                    }
+                    for (int i = 0; i < PIECES; i++) add(&acc[4 * i], load_of_other_block(theirs + i * CONSUMERS));
+                } else {
                     constexpr int DEPTH = PIECES < 8 ? 8 / PIECES : 1;  // loads in flight: at least 8 of 16 bytes
 #pragma unroll
-                    for (int e = 0; e < TOKENS / 2; e++) acc[h][e] = 0.f;
+                    for (int e = 0; e < TOKENS / 2; e++) acc[e] = 0.f;
 #pragma unroll 1
                     for (int block = begin; block < end; block += DEPTH) {
                         float4 v[DEPTH][PIECES];
 #pragma unroll
                         for (int d = 0; d < DEPTH; d++) {
-                            const float4* theirs = sums_of(min(block + d, end - 1)) + h * AWAY;
+                            const float4* theirs = sums_of(min(block + d, end - 1));
 #pragma unroll
                             for (int i = 0; i < PIECES; i++) v[d][i] = load_of_other_block(theirs + i * CONSUMERS);
                         }
@@ -385,14 +364,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         for (int d = 0; d < DEPTH; d++)
                             if (block + d < end) {
 #pragma unroll
-                                for (int i = 0; i < PIECES; i++) add(&acc[h][4 * i], v[d][i]);
+                                for (int i = 0; i < PIECES; i++) add(&acc[4 * i], v[d][i]);
                             }
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < HALVES * PIECES; i++)
-                write(i / PIECES, i % PIECES, *(float4*)&acc[i / PIECES][i % PIECES * 4]);
+            for (int i = 0; i < PIECES; i++) write(i, *(float4*)&acc[4 * i]);
         }
     }
 }

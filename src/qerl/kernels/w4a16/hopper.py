@@ -12,6 +12,7 @@ Called by w4a16's dispatcher. Fewer tokens are portable.py's.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,10 +28,9 @@ _FOLDER = Path(__file__).parent
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
 _STEP_CHUNKS = 2
-_WORTH_SHARING = 1.03  # whole tiles would take so much longer than equal shares
 _MOST_SHARERS = 4  # of a tile
-_WITH_A_WAVE = 0.8  # where what is left is for a smaller part of the blocks, they share a wave of tiles with it
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
+_PREPARE_REGISTERS = 4096  # of a block without an adapter: 128 threads of 32
 
 # A letter for each parameter, in the sources' order.
 _PRODUCT, _PREPARE = "PPPPPPPPPPiiiiiiiif", "PPPPPiiiiiii"
@@ -43,12 +43,11 @@ class Variant(NamedTuple):
     cluster: int
     blocks: int
     warpgroups: int
-    halves: int
 
     @property
     def panels(self) -> int:
         """Rows of packed tiles that a block computes."""
-        return self.warpgroups * self.halves // 2
+        return self.warpgroups // 2
 
     @property
     def threads(self) -> int:
@@ -67,50 +66,68 @@ class Variant(NamedTuple):
 
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
-        # What a block starts with, all threads alike, is what its warpgroups then divide: registers come in eights.
-        pool = 65536 // (self.threads * self.blocks) // 8 * 8 * (self.warpgroups + 1)
-        most = (pool - 40) // self.warpgroups // 8 * 8
-        registers = min(232, most)
+        # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
+        # A block's warpgroups divide what it starts with, in eights.
+        first = (65536 - _PREPARE_REGISTERS) // (self.threads * self.blocks) // 8 * 8
+        pool = first * (self.warpgroups + 1)
+        registers = min(232, (pool - 40) // self.warpgroups // 8 * 8)
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
-            "HALVES": self.halves,
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
             # Of a consumer's registers what sums and all the rest leave; two buffers of four registers a word.
-            "WORDS": next((w for w in (4, 2) if self.halves * (self.tokens // 2 + 32) + 8 * w <= registers), 1),
+            "WORDS": next((w for w in (4, 2) if self.tokens // 2 + 32 + 8 * w <= registers), 1),
+            "FIRST_REGISTERS": first,
             "REGISTERS": registers,
-            "PRODUCER_REGISTERS": (pool - registers * self.warpgroups) // 8 * 8,
+            "PRODUCER_REGISTERS": pool - registers * self.warpgroups,
             "SLICES": slices,
             "E8M0": int(scale_format == "e8m0"),
         }
 
 
-# (blocks to a multiprocessor, warpgroups that compute, halves) for so many tokens: 256 rows a block, so that x is read
-# half as often as by blocks of one row of tiles. At 128 tokens the sums of two warpgroups fill the registers.
-_FORMS = {16: (1, 4, 1), 32: (1, 4, 1), 64: (1, 4, 1), 128: (1, 2, 2)}
-# Blocks of a cluster split K: (most tiles, cluster) for products with too few tiles to go round. The sizes are those of
-# which an H200, with one block to a multiprocessor, runs enough clusters at once.
-_CLUSTERS = ((16, 8), (22, 5), (32, 4), (66, 2))
-_MULTIPROCESSORS = 132  # of an H200
-VARIANTS = tuple(
-    Variant(tokens, cluster, *form)
-    for tokens, form in _FORMS.items()
-    for cluster in (1, *(cluster for _, cluster in _CLUSTERS))
+# Narrow: 128 rows a block, two blocks to a multiprocessor where shared memory allows it, so that one computes while the
+# other begins or ends. Wide: 256 rows, one block; x is read half as often, but there are fewer tiles to deal out.
+_NARROW = {tokens: Variant(tokens, 1, blocks=1 if tokens == 128 else 2, warpgroups=2) for tokens in (16, 32, 64, 128)}
+_WIDE = {tokens: Variant(tokens, 1, blocks=1, warpgroups=4) for tokens in (32, 64, 128)}
+# Blocks of a cluster split K: (most tiles, cluster) for products with too few tiles to go round, by blocks to a
+# multiprocessor. The sizes are those of which an H200 runs enough clusters at once.
+_CLUSTERS = {2: ((32, 8), (44, 5), (66, 4)), 1: ((32, 4), (36, 3), (66, 2))}
+VARIANTS = (
+    *(v._replace(cluster=c) for v in _NARROW.values() for c in (1, *(c for _, c in _CLUSTERS[v.blocks]))),
+    *_WIDE.values(),
 )
 
 
-def choose(m: int, supertiles: int) -> Variant:
-    """The variant for m tokens and a weight of 128 * supertiles rows (as measured on an H200)."""
-    tokens = next((t for t in _FORMS if m <= t), 128)
-    whole = Variant(tokens, 1, *_FORMS[tokens])
-    tiles = -(-supertiles // whole.panels) * -(-m // tokens)
-    cluster = next((c for most, c in _CLUSTERS if tiles <= most), 1)
-    # Clusters add their sums at less cost than blocks that share tiles through memory; those may be more.
-    if cluster * tiles < 0.8 * min(_MULTIPROCESSORS, _MOST_SHARERS * tiles):
-        return whole
-    return whole._replace(cluster=cluster)
+def choose(m: int, supertiles: int, chunks: int, processors: int) -> Variant:
+    """The variant for m tokens and a weight of 128 * supertiles rows, 64 * chunks columns (as measured on an H200)."""
+    tokens = next((t for t in _NARROW if m <= t), 128)
+    narrow, token_tiles = _NARROW[tokens], -(-m // tokens)
+    if tokens in _WIDE and (supertiles > 64 if m <= 64 else m > 256):
+        wide = _WIDE[tokens]
+        shape = supertiles, token_tiles, chunks, processors
+        if m <= 64 or _turns(wide, *shape) * _WIDE_COST <= _turns(narrow, *shape):
+            return wide
+    tiles = supertiles * token_tiles
+    cluster = next((c for most, c in _CLUSTERS[narrow.blocks] if tiles <= most), 1)
+    if chunks > 128 and tiles * cluster < 100 * narrow.blocks:
+        cluster = 1  # so much work that idle multiprocessors cost more than sharing tiles through memory
+    return narrow._replace(cluster=cluster)
+
+
+_WIDE_COST = 1.85  # a tile of 256 rows x 128 tokens, in tiles of 128 rows
+
+
+def _turns(v: Variant, supertiles: int, token_tiles: int, chunks: int, processors: int) -> float:
+    """How many tiles one after the other a product takes."""
+    waves = -(-supertiles // v.panels) * token_tiles / processors
+    return min(math.ceil(waves), _shared(waves, chunks))
+
+
+def _shared(waves: float, chunks: int) -> float:
+    """The same where the last tiles are shared: adding their sums takes as long as 28 chunks of K."""
+    return waves + 28 / chunks
 
 
 def w4a16_hopper(
@@ -213,10 +230,8 @@ class _Launch(NamedTuple):
         shared_tiles = sharers = 0
         blocks = tiles * v.cluster
         if v.cluster == 1:
-            # Not worth the sums' way through memory where whole tiles keep all but a few blocks busy.
-            shared_tiles = 0 if -(-tiles // most) * most <= _WORTH_SHARING * tiles else tiles % most
-            if tiles > most and 0 < shared_tiles * _MOST_SHARERS < _WITH_A_WAVE * most:
-                shared_tiles += most  # a share for every block
+            waves = tiles / most
+            shared_tiles = tiles % most if _shared(waves, plan.chunks) < math.ceil(waves) else 0
             # Who comes last reads the sums of all that share a tile, one after the other.
             sharers = min(most, shared_tiles * min(_MOST_SHARERS, plan.steps + plan.slices // _STEP_CHUNKS))
             blocks = min(tiles, most) if tiles >= most or not sharers else sharers
@@ -257,7 +272,7 @@ class _Plan(NamedTuple):
 def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None) -> tuple[_Plan, _Launch]:
     device = weight.device
     supertiles, chunks, _ = weight.tiles.shape
-    v = asked or choose(m, supertiles)
+    v = asked or choose(m, supertiles, chunks, multiprocessors(device))
     defines = v.defines(slices, weight.scale_format)
     plan = _Plan(
         v,

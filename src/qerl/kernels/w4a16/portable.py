@@ -2,9 +2,10 @@
 
     x [m, k] --(adapter: u = round(scaling * (x A^T)))--> portable.cu, with the packed weight --> y [m, n]
 
-A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In one of them x stays in shared memory, where
-a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the others fit any chip from sm_80 on, with 24 KiB at most. No registers are spilled. Instructions a weight (of a lane, in the inner
-loop, read from the machine code; 1.9 of them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
+A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In one of them x stays in shared memory,
+where a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the others fit any chip from sm_80 on, with 24 KiB at
+most. No registers are spilled. Instructions a weight (of a lane, in the inner loop, read from the machine code; 1.9 of
+them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
 
 Deterministic: blocks share the work as the shape and the number of multiprocessors say, and their sums are added in a
 fixed order. Called by w4a16's dispatcher; beyond 1,024 tokens dense.py is faster.
