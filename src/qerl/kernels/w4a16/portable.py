@@ -173,6 +173,7 @@ def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torc
     v = asked or choose(m, rows, k, processors, shared_memory(device))
     shares = Shares.of(v, m, rows, k, processors)
     assert shares.blocks <= _MAX_BLOCKS or v.warps_m == 1
+    assert m <= v.tokens or not v.resident, "what stays is the x of one tile of tokens"
     plan = _Plan(
         v,
         _kernel("w4a16", v, weight.scale_format, device),
