@@ -22,7 +22,7 @@ constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's ti
 constexpr int BATCH = TOKENS < 16    ? TOKENS
                       : TOKENS < 128 ? 16
                                      : 32,
-              AHEAD = 2;  // tokens of a cluster; chunks loaded at a time
+              AHEAD = TOKENS <= 8 ? 4 : 2;  // tokens of a cluster; chunks loaded at a time
 
 __device__ __forceinline__ void load_16(uint32_t (&to)[8], const bf16* from) {  // numbers
     *(uint4*)&to[0] = ((const uint4*)from)[0], *(uint4*)&to[4] = ((const uint4*)from)[1];
