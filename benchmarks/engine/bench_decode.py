@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,25 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import harness
-from random_model import SHAPES, random_model
 
-from qerl.config import RolloutConfig
+from qerl.bench.models import SIZES, RandomWeights, write_folder
+from qerl.config import LoraConfig, ModelConfig, RolloutConfig
 from qerl.engine.engine import PagedEngine
+from qerl.nn.load import load_model
+from qerl.nn.lora import attach_lora
 from qerl.types import Request, SamplingParams
 
 BANDWIDTH = 4.2e12
+LORA_STD = 0.01  # of B
 GROUP, GROUPED_FROM = 8, 32
 _PROFILED = 64  # steps
 
 
-def floor_bytes(size: str, fmt: str, layers: int, rank: int, batch: int, context: float) -> float:
+def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float) -> float:
     """What one decode step reads: each weight once, keys and values of every sequence."""
-    s = SHAPES[size]
+    s = SIZES[size]
     head_dim = s.hidden // s.heads
     kv = s.kv_heads * head_dim
     ins_outs = [
@@ -53,7 +57,23 @@ def floor_bytes(size: str, fmt: str, layers: int, rank: int, batch: int, context
     parts = (3, 1, 2, 1)
     adapters = sum(rank * (p * k + n) for p, (k, n) in zip(parts, ins_outs, strict=True)) * 2
     cache = batch * context * 2 * kv * 2
-    return layers * (weights + adapters + cache) + s.vocabulary * s.hidden * 2
+    return s.layers * (weights + adapters + cache) + s.vocabulary * s.hidden * 2
+
+
+def policy(size: str, fmt: str, rank: int) -> nn.Module:
+    """The model of that size, format and random weights, with adapters on all seven projections (rank 0: without)."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), size)
+        config = ModelConfig.model_validate({"path": folder, "format": fmt, "device": "cuda"})
+        model, _ = load_model(config, RandomWeights(config, torch.device("cuda")))
+    if rank == 0:
+        return model
+    adapted = attach_lora(model, LoraConfig(r=rank, alpha=rank), seed=0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, LORA_STD)
+    return adapted
 
 
 def requests(batch: int, prompt: int, new: int, vocabulary: int) -> list[Request]:
@@ -113,11 +133,9 @@ def profile(run: Any, steps: int) -> None:
 
 def bench(
     model: nn.Module, size: str, fmt: str, args: argparse.Namespace, common: dict[str, Any]
-) -> list[dict[str, Any]]:
-    vocabulary = SHAPES[size].vocabulary
-    layers = args.layers or SHAPES[size].layers
+) -> Iterator[dict[str, Any]]:
+    vocabulary = SIZES[size].vocabulary
     sampling = SamplingParams(temperature=1.0)
-    records = []
     for batch in args.batch:
         engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.new))
         started = time.perf_counter()
@@ -131,10 +149,10 @@ def bench(
         wake = seconds_of(engine.wake)
         captured = timed(engine, batch, args.prompt, 9, vocabulary, sampling) - short
         context = args.prompt + (args.new + 9) / 2
-        floor = floor_bytes(size, fmt, layers, args.rank, batch, context) / BANDWIDTH
-        records.append(
+        floor = floor_bytes(size, fmt, args.rank, batch, context) / BANDWIDTH
+        record = (
             {
-                "bench": "decode", "model": size, "format": fmt, "rank": args.rank, "batch": batch, "layers": layers,
+                "bench": "decode", "model": size, "format": fmt, "rank": args.rank, "batch": batch,
                 "prompt": args.prompt, "new": args.new,
                 "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
                 "tokens_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4), "first_s": round(first, 2),
@@ -150,21 +168,20 @@ def bench(
         )
         if batch in args.profile:
             profile(partial(timed, engine, batch, args.prompt, _PROFILED, vocabulary, sampling), _PROFILED)
+        yield record
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["7B"])
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=["7B"])
     parser.add_argument("--formats", nargs="+", choices=("nvfp4", "mxfp4", "bf16"), default=["nvfp4", "bf16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=32, help="of the adapters; 0: none")
-    parser.add_argument("--layers", type=int, default=None, help="instead of all (to try things)")
     parser.add_argument("--profile", nargs="*", type=int, default=[], help="batch sizes whose kernels are listed")
     parser.add_argument("--run", default=time.strftime("%Y%m%d-%H%M%S"), help="id of the run, in every record")
     parser.add_argument("--commit", default=None, help="in every record; default: what git says")
@@ -175,11 +192,12 @@ def main() -> None:
     for size in args.models:
         for fmt in args.formats:
             started = time.perf_counter()
-            model = random_model(size, fmt, torch.device("cuda"), rank=args.rank, layers=args.layers)
+            model = policy(size, fmt, args.rank)
             torch.cuda.synchronize()
             made, held = time.perf_counter() - started, torch.cuda.memory_allocated() / 1e9
             print(f"{size} {fmt}: made in {made:.1f} s, {held:.1f} GB", flush=True)
-            harness.write(bench(model, size, fmt, args, common), args.out, gpu)
+            for record in bench(model, size, fmt, args, common):
+                harness.write([record], args.out, gpu)
             del model
             gc.collect()
             torch.cuda.empty_cache()

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels"), str(Path(__file__).parent)]
+sys.path += [str(Path(__file__).parents[1] / "kernels"), str(Path(__file__).parent)]
 import harness
-from bench_decode import timed
-from random_model import SHAPES, random_model
+from bench_decode import policy, timed
 
+from qerl.bench.models import SIZES
 from qerl.config import RolloutConfig
 from qerl.engine.engine import PagedEngine
 from qerl.types import Request, SamplingParams
@@ -39,8 +39,8 @@ def lengths(longest: int) -> list[int]:
 
 def bench(size: str, args: argparse.Namespace) -> dict[str, Any]:
     """The record of one model."""
-    sampling, vocabulary = SamplingParams(temperature=1.0), SHAPES[size].vocabulary
-    model = random_model(size, args.format, torch.device("cuda"), rank=args.rank)
+    sampling, vocabulary = SamplingParams(temperature=1.0), SIZES[size].vocabulary
+    model = policy(size, args.format, args.rank)
     engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.longest))
     wanted = lengths(args.longest)
     generator = torch.Generator().manual_seed(1)
@@ -88,7 +88,7 @@ def _bucket(active: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["7B"])
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=["7B"])
     parser.add_argument("--format", choices=("nvfp4", "mxfp4", "bf16"), default="nvfp4")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--longest", type=int, default=2048)
