@@ -39,7 +39,7 @@ from qerl.nn.load import load_model, resolve_device
 from qerl.nn.lora import lora_factors
 from qerl.philox import fold
 from qerl.plan.fit import CONTEXT_BYTES, budget_of, describe, nearest_settings, with_settings
-from qerl.plan.memory import Memory, Target, plan_memory
+from qerl.plan.memory import Memory, Target, plan_memory, product_bytes
 from qerl.plan.shapes import ModelShape, read_shape
 from qerl.rl.trainer import Trainer
 from qerl.tasks.rewards import RewardRunner, RewardSpec
@@ -77,7 +77,7 @@ def dry_run(case: Case, *, run: str = "", commit: str | None = None, device: str
     where = resolve_device(device)
     with tempfile.TemporaryDirectory() as folder:
         _, memory, config, chosen = _planned_case(case, Path(folder), on_gpu=True)
-        planned = {} if memory is None else {name: round(size / 1e9, 3) for name, size in memory.peaks.items()}
+        planned = {name: round(size / 1e9, 3) for name, size in memory.peaks.items()}
         return describe_case(case, config, memory, chosen, run, commit, where) | {"planned_gb": planned}
 
 
@@ -114,7 +114,8 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
                 _next_decode(trainer, meter, case)
             record |= results(case, shape, config, meter, metrics, inside, rate)
         except (RuntimeError, ValueError) as error:  # torch.OutOfMemoryError is the former
-            record |= {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            first, _, _ = str(error).partition("\n")
+            record |= {"error": f"{type(error).__name__}: {first}"}
             meter.say(record["error"])
         return record | {"parts": parts_record(meter.parts, memory)}
 
@@ -149,20 +150,17 @@ def run_config(case: Case, folder: Path) -> RunConfig:
     return validate(data)
 
 
-def _planned_case(case: Case, folder: Path, *, on_gpu: bool) -> tuple[ModelShape | None, Memory | None, RunConfig, str]:
+def _planned_case(case: Case, folder: Path, *, on_gpu: bool) -> tuple[ModelShape, Memory, RunConfig, str]:
     """The model's shape and the plan, with the nearest settings that fit the cap and how they are written.
 
-    Nones for a format that is not planned for. ValueError: nothing fits.
+    ValueError: nothing fits.
     """
     if case.model not in SIZES:
         raise ValueError(f"--model {case.model}: choose one of {', '.join(SIZES)}")
     write_folder(folder / "model", case.model)
     config = run_config(case, folder)
     target = Target.of(config, on_gpu=on_gpu, total_bytes=case.cap_bytes)
-    try:
-        shape = read_shape(config.model)
-    except ValueError:
-        return None, None, config, ""
+    shape = read_shape(config.model)
     chosen = ""
     if case.cap_bytes is not None:
         settings = nearest_settings(shape, config, target, budget_of(case.cap_bytes))
@@ -233,7 +231,7 @@ def _next_decode(trainer: Trainer, meter: Meter, case: Case) -> None:
 def describe_case(
     case: Case,
     config: RunConfig,
-    memory: Memory | None,
+    memory: Memory,
     chosen: str,
     run: str,
     commit: str | None,
@@ -258,14 +256,14 @@ def describe_case(
         "new_tokens": case.new_tokens,
         "settings": " ".join([*case.overrides, chosen]).strip(),
         "micro_batch_tokens": config.optimizer.micro_batch_tokens,
-        "sequences_at_a_time": None if memory is None else memory.sequences_at_a_time,
-        "planned_peak_gb": None if memory is None else round((memory.peak + CONTEXT_BYTES) / 1e9, 3),
+        "sequences_at_a_time": memory.sequences_at_a_time,
+        "planned_peak_gb": round((memory.peak + CONTEXT_BYTES) / 1e9, 3),
     }
 
 
 def results(
     case: Case,
-    shape: ModelShape | None,
+    shape: ModelShape,
     config: RunConfig,
     meter: Meter,
     metrics: dict[str, Any],
@@ -284,6 +282,9 @@ def results(
     products = sum(parts[name].seconds for name in _UPDATE)
     update_flops = 6 * (linears * tokens + head * new)
     rollout_flops = 2 * (linears * (new + case.completions // case.group * case.prompt_tokens) + head * new)
+    weights = sum(product_bytes(product, 2) for product in shape.products) + 2 * head
+    context = case.prompt_tokens + case.new_tokens / 2
+    kv = 4 * size.layers * size.kv_heads * (size.hidden // size.heads) * context * new
     record = {
         "rollout_s": metrics["time/rollout"],
         "update_s": metrics["time/update"],
@@ -298,27 +299,23 @@ def results(
         "rollout_tokens_per_s": new / metrics["time/rollout"],
         "update_tokens_per_s": tokens / metrics["time/update"],
         "rollout_flops": rollout_flops,
+        "rollout_bytes": weights * case.new_tokens + kv,
         "update_flops": update_flops,
         "update_tflops": update_flops / products / 1e12,
         "matrix_tflops": None if rate is None else rate / 1e12,
         "update_mfu": None if rate is None else update_flops / products / rate,
     }
-    if shape is not None:
-        weights = sum(p.columns * sum(p.rows) * (0.5625 if p.packed else 2) for p in shape.products) + 2 * head
-        context = case.prompt_tokens + case.new_tokens / 2
-        kv = 4 * size.layers * size.kv_heads * (size.hidden // size.heads) * context * new
-        record["rollout_bytes"] = weights * case.new_tokens + kv
     record["peak_gb"] = max(part.device_bytes for part in parts.values()) / 1e9
     if case.cap_bytes is not None:
         record["below_cap"] = record["peak_gb"] < case.cap_bytes / 1e9
     return {name: round(v, 4) if isinstance(v, float) and v < 1e6 else v for name, v in record.items()}
 
 
-def parts_record(parts: dict[str, Part], memory: Memory | None) -> dict[str, dict[str, Any]]:
+def parts_record(parts: dict[str, Part], memory: Memory) -> dict[str, dict[str, Any]]:
     """Every part's seconds and peaks, beside what was planned for tensors: GB of 1e9 bytes."""
     record = {}
     for name, part in parts.items():
-        planned = None if memory is None else memory.peaks.get(_PLANNED.get(name, ""))
+        planned = memory.peaks.get(_PLANNED.get(name, ""))
         record[name] = {
             "seconds": round(part.seconds, 3),
             "times": part.times,
@@ -345,9 +342,7 @@ def commit_here() -> str | None:
         return None
 
 
-def _planned(memory: Memory | None) -> str:
-    if memory is None:
-        return "nothing (this format is not planned for)"
+def _planned(memory: Memory) -> str:
     return ", ".join(f"{phase} {size / 1e9:.2f} GB" for phase, size in memory.peaks.items())
 
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qerl.formats.coded_files import NF4_STATE, int4_from_stored, nf4_from_stored
-from qerl.formats.codes import BLOCKS, Codes, PackedCodes, PackedFormat
+from qerl.formats.codes import BLOCKS, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes, PackedFormat, packed_format
 from qerl.formats.int4 import GROUPS
 from qerl.formats.mxfp4 import MXFP4Tensor, refuse_nan
 from qerl.formats.nvfp4 import NVFP4Tensor
@@ -116,6 +116,17 @@ class Checkpoint:
             return False
         leaves = {"compressed-tensors": "weight_packed", "modelopt": "weight_scale_2", "bitsandbytes": NF4_STATE}
         return f"{module}.{leaves[self.quantization.writer]}" in self._shard_of
+
+    def format_of(self, module: str) -> NVFP4 | MXFP4 | NF4 | INT4:
+        """The format of the packed linear layer `module`, with its settings, as the files' headers tell them."""
+        assert self.quantization is not None, "only packed folders have one"
+        format = self.quantization.format
+        if format == "nf4":
+            return NF4(double_quant=f"{module}.weight.nested_absmax" in self._shapes)
+        if format == "int4":
+            packed, groups = self.shape(f"{module}.weight_packed"), self.shape(f"{module}.weight_scale")[-1]
+            return INT4(packed[-1] * 8 // groups, symmetric=f"{module}.weight_zero_point" not in self._shapes)
+        return packed_format(format)
 
     def codes(self, module: str) -> Codes:
         """The packed linear layer `module` as stored, an NVFP4 global scale turned into a multiplier.

@@ -366,7 +366,8 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
     undivided = [
         name
         for names in _fused(linears)
-        if not all(format.fits(*_linear(model, name).weight.shape) for name in names)
+        if source.weights.quantization is None
+        and not all(format.fits(*_linear(model, name).weight.shape) for name in names)
         for name in names
     ]
     if undivided:

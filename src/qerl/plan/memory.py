@@ -8,8 +8,8 @@
     model           base, head and embedding, norms and biases, dequantisation scratch, workspaces
     training state  adapters (fp32), the engine's copies of them, AdamW's two moments
 
-What is counted to the byte, and what to within some percent, is said in docs/memory.md; tests/unit/test_plan.py counts
-the same on a loaded trainer. T is the tokens of the longest micro-batch, b the bytes of an activation.
+What is counted to the byte, and what to within some percent, is said in docs/memory.md; tests/unit/plan counts the
+same on loaded models. T is the tokens of the longest micro-batch, b the bytes of an activation.
 
 A layer keeps for its backward pass, in numbers a token (H hidden, I intermediate, Q and KV the widths of q and of k):
 
@@ -33,6 +33,8 @@ from qerl.config import RunConfig
 from qerl.engine.blocks import BLOCK
 from qerl.engine.budget import num_pool_pages
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
+from qerl.formats import nf4
+from qerl.formats.codes import INT4, NF4, NVFP4
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from qerl.kernels.lora import TILE
@@ -42,8 +44,9 @@ from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
 
 _CUBLAS_WORKSPACE = 32 << 20  # torch's for a stream on Hopper, 8 MiB on other chips
 _STREAMS = 2  # the usual one, and that of CUDA graphs
-_SHARED_SUMS = 18 << 20  # kernels/w4a16: 132 blocks x 2 tiles of 128 rows x 128 tokens in fp32, at the most
+_SHARED_SUMS = 33 << 20  # kernels/w4a16: 132 blocks x 2 tiles of 256 rows x 128 tokens in fp32, at the most
 _QUANTISE_PIECE = 10 * 4 << 23  # formats/nvfp4: ten float32 temporaries of 2^23 weights, on a GPU
+_DEQUANTISE_PIECE = 6 << 23  # formats/int4, nf4: two codes as an int32 and as two float32, of 2^23 weights, on a GPU
 _FP32 = 4
 _LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
 _INPUTS_ON_THEIR_WAY = 2  # nn/recompute.py: the layer's own, and the last one's, which may still be copied
@@ -159,11 +162,13 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
         scratch = max(scratch, rows * columns * _FP32)
     always = model | state | {"dequantisation scratch": scratch}
     if target.on_gpu:
-        always["product workspaces"] = _STREAMS * _CUBLAS_WORKSPACE + _SHARED_SUMS
+        always["product workspaces"] = _STREAMS * _CUBLAS_WORKSPACE
+        always["product workspaces"] += _SHARED_SUMS if any(product.packed for product in shape.products) else 0
+        always["product workspaces"] += _DEQUANTISE_PIECE if any(product.coded for product in shape.products) else 0
     phases = {"load": model | {"loading": _loading(shape, target)}}
     for name, call in calls.items():
         phases[name] = always | {"KV cache": kv_pool_bytes(shape, config, target, pages)}
-        phases[name] |= _sampling_parts(shape, config, target, call, prompt, new)
+        phases[name] |= _sampling_parts(shape, config, target, ranks, call, prompt, new)
     activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
     phases["update"] = always | {"gradients": _FP32 * trained} | activations
     return Memory(
@@ -183,10 +188,12 @@ def model_parts(shape: ModelShape, target: Target) -> dict[str, int]:
     """What is there from the load to the end."""
     b = target.activation_bytes
     packed = sum(product_bytes(p, b) for p in shape.products if p.packed)
-    dense = sum(product_bytes(p, b) for p in shape.products if not p.packed)
+    coded = sum(product_bytes(p, b) for p in shape.products if p.coded)
+    dense = sum(product_bytes(p, b) for p in shape.products if not (p.packed or p.coded))
     biases = sum(linear.rows for linear in _linears(shape) if linear.has_bias)
     parts = {
         "packed base": packed,
+        "coded base": coded,
         "dense base": dense,
         "head and embedding": shape.vocabulary * shape.hidden * b * (1 if shape.tied else 2),
         "norms and biases": _FP32 * shape.num_norm_weights + b * biases,
@@ -195,11 +202,24 @@ def model_parts(shape: ModelShape, target: Target) -> dict[str, int]:
 
 
 def product_bytes(product: Product, activation_bytes: int) -> int:
-    """A product's storage: tiles and a float32 scale a row, or one dense tensor."""
+    """A product's storage: tiles and a float32 scale a row, what NF4 or INT4 store, or one dense tensor."""
+    if isinstance(product.format, NF4 | INT4):
+        return sum(coded_bytes(product.format, rows, product.columns) for rows in product.rows)
     if not product.packed:
         return sum(product.rows) * product.columns * activation_bytes
     rows, columns = padded_shape(product)
     return rows // TILE_ROWS * (columns // TILE_COLUMNS) * TILE_BYTES + 4 * rows
+
+
+def coded_bytes(format: NF4 | INT4, rows: int, columns: int) -> int:
+    """Codes of two weights a byte, and the scales of a matrix."""
+    codes = rows * columns // 2
+    if isinstance(format, INT4):
+        return codes + rows * (columns // format.group) * (2 if format.symmetric else 2 + 1)
+    blocks = rows * columns // nf4.BLOCK
+    if not format.double_quant:
+        return codes + _FP32 * blocks
+    return codes + blocks + _FP32 * (-(-blocks // nf4.ABSMAX_GROUP) + 1)
 
 
 def padded_shape(product: Product) -> tuple[int, int]:
@@ -209,15 +229,16 @@ def padded_shape(product: Product) -> tuple[int, int]:
 
 def dequantisation_scratch(shape: ModelShape, target: Target, prefill_tokens: int) -> int:
     """The one buffer: of the largest linear, as training takes them, or product, where the engine makes it dense."""
+    coded = [sum(product.rows) * product.columns for product in shape.products if product.coded]
     packed = [product for product in shape.products if product.packed]
-    sizes = [0, *(_round_up(rows, TILE_ROWS) * padded_shape(p)[1] for p in packed for rows in p.rows)]
+    sizes = [0, *coded, *(_round_up(rows, TILE_ROWS) * padded_shape(p)[1] for p in packed for rows in p.rows)]
     if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
         sizes += [padded_shape(p)[0] * padded_shape(p)[1] for p in packed]
     return max(sizes) * target.activation_bytes
 
 
 def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:
-    """Adapters in the activations' dtype, biases of fused products side by side, three copies of the norms."""
+    """Adapters in the activations' dtype, biases of fused products side by side, three copies of the norms, angles."""
     b, total = target.activation_bytes, 0
     for product in shape.products:
         of = [ranks.get(linear.name, 0) for linear in product.linears]
@@ -230,11 +251,12 @@ def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -
         if all(linear.has_bias for linear in product.linears):
             total += b * sum(product.rows)
     sites = len(shape.layers) * 2 * shape.hidden
-    return total + _FP32 * (shape.num_norm_weights + sites)
+    angles = (shape.context or 0) * shape.head_dim  # engine/model.py: cosines and sines of every position, half each
+    return total + _FP32 * (shape.num_norm_weights + sites) + b * angles
 
 
 def _head(shape: ModelShape) -> Product:
-    return Product((Linear("lm_head", shape.vocabulary, shape.hidden, has_bias=False),), packed=True)
+    return Product((Linear("lm_head", shape.vocabulary, shape.hidden, has_bias=False),), NVFP4())
 
 
 def optimizer_states(shape: ModelShape, config: RunConfig, ranks: Mapping[str, int]) -> int:
@@ -253,7 +275,7 @@ def optimizer_states(shape: ModelShape, config: RunConfig, ranks: Mapping[str, i
 
 def _loading(shape: ModelShape, target: Target) -> int:
     """One product's bf16 weights, its codes in the file's order, and a piece of it in float32."""
-    largest = max((sum(p.rows) * p.columns for p in shape.products if p.packed), default=0)
+    largest = max((sum(p.rows) * p.columns for p in shape.products if p.packed or p.coded), default=0)
     piece = _QUANTISE_PIECE if target.on_gpu else 0
     return largest * 2 + largest * 9 // 16 + piece if largest else 0
 
@@ -282,7 +304,13 @@ def _kv_bytes(shape: ModelShape, config: RunConfig, target: Target) -> int:
 
 
 def _sampling_parts(
-    shape: ModelShape, config: RunConfig, target: Target, call: Sampling, prompt: int, new: int
+    shape: ModelShape,
+    config: RunConfig,
+    target: Target,
+    ranks: Mapping[str, int],
+    call: Sampling,
+    prompt: int,
+    new: int,
 ) -> dict[str, int]:
     b, slots = target.activation_bytes, _slots(config, call)
     slot_pages = num_pages(prompt + new)
@@ -294,11 +322,24 @@ def _sampling_parts(
     logits = slots * shape.vocabulary
     prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
     rows = _round_up(slots, BLOCK) if config.rollout.batch_invariant else slots
+    prefill, within = _prefill_tokens(config, call, prompt, new), _within_products(shape, ranks, target)
     return {
         "slots": slots * state,
-        "prefill": (_prefill_tokens(config, call, prompt, new) * width + prompt_logits) * b,
-        "decode step": rows * (width + shape.vocabulary) * b,
+        "prefill": (prefill * width + min(prefill, MAX_FUSED_TOKENS) * within + prompt_logits) * b,
+        "decode step": rows * (width + within + shape.vocabulary) * b,
     } | ({"truncation": logits * _TRUNCATION_BYTES} if call.truncates else {})
+
+
+def _within_products(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:
+    """Numbers a token while a product runs: x A^T of all its adapters; x again, in tiles (kernels/w4a16/hopper.py)."""
+    inner, tiles = 0, 0
+    for product in shape.products:
+        of = [ranks.get(linear.name, 0) for linear in product.linears]
+        fused = product.packed and max(of) <= MAX_RANK
+        inner = max(inner, len(of) * _round_up(max(of), RANK_STEP) if fused else sum(of))
+        if product.packed and target.on_gpu:
+            tiles = max(tiles, _round_up(product.columns, 2 * TILE_COLUMNS))
+    return inner + tiles
 
 
 def _prefill_tokens(config: RunConfig, call: Sampling, prompt: int, new: int) -> int:

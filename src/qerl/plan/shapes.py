@@ -1,9 +1,9 @@
-"""The sizes of a model, from its config.json; of a packed folder also which layers are packed, from its headers.
+"""The sizes of a model, from its config.json; of a packed folder also what its layers are packed in, from its headers.
 
     layer i    q, k, v | o | gate, up | down       a Product each: what is one product, and one storage, once loaded
 
 The rules are those of nn/load.py (which products are packed) and nn/lora.py (which linears have an adapter);
-tests/unit/test_plan.py holds them against loaded models. Leaves out architectures that engine/model.py does not know.
+tests/unit/plan holds them against loaded models. Leaves out architectures that engine/model.py does not know.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import AutoConfig
 from qerl.config import LoraConfig, ModelConfig
 from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import BLOCKS
-from qerl.nn.load import EMBEDDED
+from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4
+from qerl.nn.load import EMBEDDED, base_format
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,20 @@ class Linear:
 
 @dataclass(frozen=True)
 class Product:
-    """Linears that read the same input, and share one storage."""
+    """Linears that read the same input; all but coded ones share one storage."""
 
     linears: tuple[Linear, ...]
-    packed: bool
+    format: NVFP4 | MXFP4 | NF4 | INT4 | BF16
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is in the kernels' tiles (kernels/layout.py)."""
+        return isinstance(self.format, NVFP4 | MXFP4)
+
+    @property
+    def coded(self) -> bool:
+        """Whether each linear is as its format stores it, and made dense for every product (kernels/coded.py)."""
+        return isinstance(self.format, NF4 | INT4)
 
     @property
     def columns(self) -> int:
@@ -114,10 +124,8 @@ class ModelShape:
 def read_shape(config: ModelConfig) -> ModelShape:
     """The sizes of the model in `config.path`, whose weights need not be there unless they are packed.
 
-    ValueError: no config.json, or an architecture or a format that is not planned for.
+    ValueError: no config.json, or an architecture that is not planned for.
     """
-    if config.format not in (*BLOCKS, "bf16"):
-        raise ValueError(f"model.format is {config.format}: plans know {', '.join(BLOCKS)} and bf16")
     folder = EMBEDDED if config.path == "embedded" else Path(config.path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path: {folder} has no config.json: a plan needs that file at least")
@@ -140,7 +148,7 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
         products = []
         for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
             linears = tuple(_linear(model, f"model.layers.{index}", linear) for linear in names)
-            products.append(Product(linears, _is_packed(linears, config, checkpoint)))
+            products.append(Product(linears, _format(linears, config, checkpoint)))
         layers.append(Layer(*products))
     return ModelShape(
         name=name,
@@ -194,9 +202,13 @@ def _linear(model: Any, layer: str, name: str) -> Linear:
     return Linear(f"{layer}.self_attn.{name}", rows, columns, has_bias)
 
 
-def _is_packed(linears: tuple[Linear, ...], config: ModelConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether a product's weights are packed once loaded; what nn/load.py refuses is left to it."""
+def _format(
+    linears: tuple[Linear, ...], config: ModelConfig, checkpoint: Checkpoint | None
+) -> NVFP4 | MXFP4 | NF4 | INT4 | BF16:
+    """What a product's weights are in once loaded; what nn/load.py refuses is left to it."""
     if checkpoint is not None:
-        return all(checkpoint.is_packed(linear.name) for linear in linears)
+        packed = all(checkpoint.is_packed(linear.name) for linear in linears)
+        return checkpoint.format_of(linears[0].name) if packed else BF16()
+    format = base_format(config)
     kept = any(fnmatchcase(linear.name, pattern) for linear in linears for pattern in config.keep)
-    return config.format in BLOCKS and not kept and linears[0].columns % BLOCKS[config.format] == 0
+    return BF16() if kept or not all(format.fits(linear.rows, linear.columns) for linear in linears) else format

@@ -18,7 +18,11 @@ from qerl.config import ModelConfig
 from qerl.formats import int4
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import dequantize
+from qerl.kernels.coded import CodedWeight
+from qerl.nn.linear import PackedLinear
 from qerl.nn.load import load_model
+from qerl.plan.memory import Target, model_parts
+from qerl.plan.shapes import read_shape
 
 IDS = torch.arange(3, 33)[None]
 UP = "model.layers.0.mlp.up_proj"
@@ -35,9 +39,14 @@ def beside(source: Path, folder: Path) -> None:
 
 
 def check_model(folder: Path, source: Path, format: str, values: dict[str, torch.Tensor]) -> None:
-    """The loaded model computes what a dense one with `values` does."""
+    """The loaded model computes what a dense one with `values` does, and takes the bytes that were planned."""
     beside(source, folder)
-    ours = load_model(ModelConfig(path=str(folder), format=format, device="cpu"))[0]
+    config = ModelConfig(path=str(folder), format=format, device="cpu")
+    ours = load_model(config)[0]
+    weights = [module.packed for module in ours.modules() if isinstance(module, PackedLinear)]
+    codes = [t for weight in weights if isinstance(weight, CodedWeight) for t in weight.codes if t is not None]
+    planned = model_parts(read_shape(config), Target(on_gpu=False, activation_bytes=4))
+    assert planned["coded base"] == sum(t.nbytes for t in codes)
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     dense.load_state_dict(values, strict=False)
     with torch.no_grad():
@@ -129,7 +138,7 @@ def pack_quantized(request, bf16) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder, values
 
 
-def test_a_folder_of_compressed_tensors(bf16, pack_quantized):
+def test_a_folder_of_compressed_tensors(bf16, pack_quantized, caplog):
     folder, theirs = pack_quantized
     checkpoint = Checkpoint(folder)
     assert checkpoint.quantization == ("compressed-tensors", "int4") and len(theirs) == 14
@@ -139,6 +148,7 @@ def test_a_folder_of_compressed_tensors(bf16, pack_quantized):
         assert torch.equal(dequantize(codes, torch.bfloat16), expected), name
         values[name] = dequantize(codes)
     check_model(folder, bf16, "int4", values)
+    assert "stay dense" not in caplog.text  # groups of 32 as stored, whatever model.group_size is
 
 
 def test_orders_and_groups_that_differ_are_refused(pack_quantized, tmp_path):

@@ -229,8 +229,6 @@ def test_what_is_not_planned_for_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     check_fits(config, torch.device("cuda"))
     assert "whether the run fits the GPU is not checked" in caplog.text
-    with pytest.raises(ValueError, match=r"model\.format is nf4: plans know nvfp4, mxfp4 and bf16"):
-        read_shape(load_config(None, ["model.format=nf4"]).model)
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_shape(load_config(None, [f"model.path={tmp_path / 'none'}"]).model)
 

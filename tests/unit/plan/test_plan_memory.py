@@ -22,6 +22,8 @@ from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.scheduler import Scheduler
 from qerl.formats.writing import quantize_checkpoint
+from qerl.kernels.coded import CodedWeight
+from qerl.kernels.layout import PackedWeight
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.linear import PackedLinear
@@ -80,23 +82,39 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def packed_tensors(model: torch.nn.Module) -> list[Tensor]:
-    packed = [module.packed.storage for module in model.modules() if isinstance(module, PackedLinear)]
+    weights = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
+    packed = [weight.storage for weight in weights if isinstance(weight, PackedWeight)]
     return [tensor for storage in packed for tensor in (storage.tiles, storage.global_scale)]
+
+
+def coded_tensors(model: torch.nn.Module) -> list[Tensor | None]:
+    weights = [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
+    return [tensor for weight in weights if isinstance(weight, CodedWeight) for tensor in weight.codes]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["model.format=bf16"], ["model.keep=['model.layers.1.*']"]],
-    ids=["nvfp4", "bf16", "keep"],
-)
+    [[], ["model.format=bf16"], ["model.keep=['model.layers.1.*']"], ["model.format=nf4"],
+     ["model.format=nf4", "model.double_quant=false", "model.keep=['*.down_proj']"]],
+    ids=["nvfp4", "bf16", "keep", "nf4", "nf4, keep"],
+)  # fmt: skip
 def test_the_model_to_the_byte(folder, settings):
-    config = config_of(folder, *settings)
+    check_model(config_of(folder, *settings))
+
+
+@pytest.mark.parametrize("settings", [[], ["model.group_size=32", "model.symmetric=true"]], ids=["int4", "symmetric"])
+def test_a_model_in_int4_to_the_byte(settings):
+    check_model(config_of("embedded", "model.format=int4", *settings))
+
+
+def check_model(config: RunConfig) -> None:
     model, _ = load_model(config.model)
     parts = model_parts(read_shape(config.model), CPU)
     linears = [m for m in decoder_layers(model).modules() if isinstance(m, torch.nn.Linear)]
     dense = [m.weight for m in linears if not isinstance(m, PackedLinear)]
     edges = [model.get_input_embeddings().weight, head(model).weight]
     assert parts.pop("packed base", 0) == storage_bytes(packed_tensors(model))
+    assert parts.pop("coded base", 0) == storage_bytes(coded_tensors(model))
     assert parts.pop("dense base", 0) == storage_bytes(dense)
     assert parts.pop("head and embedding") == storage_bytes(edges)
     counted = {id(p) for p in (*dense, *edges)}
@@ -120,8 +138,9 @@ def test_a_packed_folder_is_planned_from_its_headers(folder, tmp_path):
         ["lora.rank_pattern={'layers.1.self_attn.k_proj' = 40, o_proj = 65}"],
         ["model.format=bf16", "rollout.head_format=nvfp4"],
         ["lora.r=64", "lora.train_norms=true", "optimizer.type=adamw_8bit"],
+        ["model.format=nf4"],
     ],
-    ids=["all", "some", "patterns", "bf16, packed head", "8 bits"],
+    ids=["all", "some", "patterns", "bf16, packed head", "8 bits", "nf4"],
 )
 def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
     config = config_of(folder, *settings)
@@ -146,9 +165,19 @@ def test_adapters_their_copies_and_the_optimizer_to_the_byte(folder, settings):
     assert bool(of_head) == (config.rollout.head_format == "nvfp4")
 
 
+def test_the_scratch_of_coded_products_to_the_byte(folder, monkeypatch):
+    buffers: dict[object, Tensor] = {}
+    monkeypatch.setattr("qerl.kernels.dequant._buffers", buffers)
+    config = config_of(folder, "model.format=nf4")
+    model = attach_lora(load_model(config.model)[0], config.lora, seed=0)
+    build_engine(model, eos_ids=[2], config=config.rollout)  # its probe runs the model
+    planned = plan_memory(read_shape(config.model), config, CPU).parts["dequantisation scratch"]
+    assert planned == storage_bytes(buffers.values())
+
+
 def tensors_of_copies(engine: PagedEngine) -> list[Tensor]:
     decoder = engine._decoder
-    tensors = [decoder.norms.clean, decoder.norms.shared, *decoder.norms.others]
+    tensors = [decoder.norms.clean, decoder.norms.shared, *decoder.norms.others, decoder._angles]
     for projection in decoder.projections:
         if projection._within is not None:
             tensors += projection._within
