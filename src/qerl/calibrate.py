@@ -227,8 +227,11 @@ class _Chooser:
             report.append(Site(self.prefix + source, choice.alpha, choice.loss, choice.loss_before))
             if choice.alpha == 0:
                 continue
-            factors = exact_in_norm(producer.weight, choice.factors) if from_norm else choice.factors
             name = self.prefix + source
+            factors = choice.factors
+            if from_norm:  # exact in the dtype of the folder: the module holds its weight in fp32
+                stored = self.base.source.tensor(f"{name}.weight").to(factors.device)
+                factors = exact_in_norm(stored, factors)
             folds[name] = folds.get(name, Fold())._replace(outputs=factors)
             for reader in present:
                 folds[reader] = folds.get(reader, Fold())._replace(inputs=untied(factors, tie, heads))
