@@ -29,6 +29,10 @@ from transformers import (
 
 from qerl import philox
 from qerl.config import ConfigError
+from qerl.formats.awq import exact_in_norm
+from qerl.formats.checkpoint import Checkpoint
+from qerl.formats.folding import Calibration, Fold, Folded, write_calibration
+from qerl.formats.writing import write_dense
 from qerl.integrations.trl.callback import TRL_VERSIONS, AQNCallback, find_norms, stand_ins
 from qerl.nn.load import EMBEDDED
 from qerl.nn.rmsnorm import RMSNorm
@@ -234,6 +238,22 @@ def test_the_noisy_forward_is_that_of_a_model_with_noise_on_its_weights():
             logits = model(TOKENS).logits
         torch.testing.assert_close(logits, noisy(TOKENS).logits, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(logits, plain_model()(TOKENS).logits, atol=1e-2)
+
+
+def test_noise_is_that_of_the_model_before_awq(tmp_path):
+    """The folder of a folded model says what its norms were divided by."""
+    checkpoint, name = Checkpoint(EMBEDDED), "model.layers.0.input_layernorm"
+    factors = exact_in_norm(checkpoint.tensor(f"{name}.weight"), torch.linspace(0.25, 4, 256))
+    folds = {name: Fold(outputs=factors)}
+    folds |= {f"model.layers.0.self_attn.{part}_proj": Fold(inputs=factors) for part in "qkv"}
+    write_dense(Folded(checkpoint, folds), tmp_path)
+    write_calibration(tmp_path, Calibration(folds, {}))
+    before, after = plain_model(), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    logits = []
+    for model in (before, after):
+        with torch.no_grad(), stand_ins(find_norms(model)), applied(model, NoiseDraw(7, 1, 0.2)):
+            logits.append(model(TOKENS).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
 
 
 def test_bfloat16_models_sample_under_noise_in_float32():

@@ -10,8 +10,9 @@
     on_train_end     `generate` is the model's own again
 
 The norms (SITE_NAMES of noise.py, PEFT-wrapped model or not) are never written: stand-ins hold an fp32 copy of w, and
-Z is a function of (seed, step, site, stream), so that a resumed run goes on with the same noise. Scoring, training and
-whatever reads parameters (`merge_adapter`, checkpoints) run between generations and meet the clean modules.
+Z is a function of (seed, step, site, stream), so that a resumed run goes on with the same noise. Where AWQ has divided
+w by s, by the folder that the model was loaded from, Z is as well. Scoring, training and whatever reads parameters
+(`merge_adapter`, checkpoints) run between generations and meet the clean modules.
 
 A step here is an optimizer step. TRL may generate less often (`num_iterations`, `steps_per_generation`): a rollout has
 the sigma of the step that begins with it; or several times in one step: the n-th generation draws from stream n. Noise
@@ -30,6 +31,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -38,10 +40,20 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from qerl import philox
 from qerl.config import validate
+from qerl.formats.folding import Fold, read_folds
 from qerl.nn.load import rms_norm_eps
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
-from qerl.noise import SITE_NAMES, NoiseController, NoiseDraw, applied, build_controller, relative_noise, running_norm
+from qerl.noise import (
+    SITE_NAMES,
+    NoiseController,
+    NoiseDraw,
+    applied,
+    build_controller,
+    norm_fold,
+    relative_noise,
+    running_norm,
+)
 
 TRL_VERSIONS = ">=1.0,!=1.15.0,<1.17"
 """What the tests were run against; another version gets a warning."""
@@ -197,8 +209,13 @@ class AQNCallback(TrainerCallback):
 
 
 def find_norms(model: nn.Module) -> list[NormPlace]:
-    """The noisy norms in the order of noise.py's sites. ValueError, naming the patterns, where one is missing."""
+    """The noisy norms in the order of noise.py's sites; those that AWQ has folded factors into get them as `fold`.
+
+    ValueError, naming the patterns, where one is missing; where the folder's factors are not this model's.
+    """
     layers = decoder_layers(model)
+    folder = causal_lm(model).name_or_path
+    folds = read_folds(Path(folder)) if folder else {}
     stack = next(name for name, module in causal_lm(model).named_modules() if module is layers)
     patterns = " and ".join(f"{stack}.*.{name}" for name in SITE_NAMES)
     places: list[NormPlace] = []
@@ -213,6 +230,10 @@ def find_norms(model: nn.Module) -> list[NormPlace]:
             elif hasattr(layer, "pre_feedforward_layernorm"):
                 found = "it is not the norm before gate and up, since there is a pre_feedforward_layernorm"
             else:
+                factors = folds.get(f"{stack}.{number}.{name}", Fold()).outputs
+                if factors is not None and factors.shape != norm.weight.shape:
+                    raise ValueError(f"{folder} has factors of another model for {stack}.{number}.{name}")
+                norm.register_buffer("fold", None if factors is None else factors.to(norm.weight.device), False)
                 places.append(NormPlace(layer, name, eps))
                 continue
             raise ValueError(
@@ -228,7 +249,10 @@ def stand_ins(places: list[NormPlace]) -> Generator[None]:
     aside = [getattr(place.layer, place.name) for place in places]
     try:
         for place, module in zip(places, aside, strict=True):
-            setattr(place.layer, place.name, RMSNorm(running_norm(module).weight, place.eps))
+            running = running_norm(module)
+            norm = RMSNorm(running.weight, place.eps)
+            norm.fold = norm_fold(running)
+            setattr(place.layer, place.name, norm)
         yield
     finally:
         for place, module in zip(places, aside, strict=True):
