@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
@@ -35,6 +38,8 @@ from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, MODELOPT_C
 from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
 from qerl.formats.folding import CALIBRATION_FILE, Calibration, Folded, read_calibration, read_folds, write_calibration
 from qerl.formats.nvfp4 import NVFP4Tensor
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5_000_000_000
 """A new shard is closed before it grows beyond this: it is held in memory until it is written."""
@@ -83,7 +88,8 @@ def quantize_checkpoint(
     options: dict[str, Any] = {"source": str(source.absolute()), "format": format, "scale": scale, "keep": list(keep)}
     options |= made_with or {}
     key = {**options, "files": {shard: _stamp(source / shard) for shard in checkpoint.shards}}
-    with staged(target, journal=key) as folder:
+    needs_bytes = _packed_bytes(checkpoint, packed_groups(checkpoint, keep, format), format)
+    with staged(target, needs_bytes=needs_bytes, journal=key) as folder:
         journal = _Journal(folder, key)
         calibration = None
         if calibrate is not None:
@@ -91,6 +97,7 @@ def quantize_checkpoint(
             if calibration is None:
                 calibration = calibrate()
                 write_calibration(folder, calibration)
+                flush(folder / CALIBRATION_FILE)
                 journal.save()
         report = write_quantized(
             checkpoint,
@@ -118,20 +125,26 @@ def staged(target: Path, *, needs_bytes: int = 0, journal: Mapping[str, Any] | N
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} exists: remove it, or choose another name")
     existing = next(parent for parent in target.absolute().parents if parent.exists())
-    if (free := shutil.disk_usage(existing).free) < needs_bytes:
+    partial = target.with_name(target.name + ".partial")
+    held = sum(file.stat().st_size for file in partial.glob("*") if file.is_file())  # of a run before: goes, or counts
+    if (free := shutil.disk_usage(existing).free + held) < needs_bytes:
         raise ValueError(
             f"{target} takes about {needs_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room first"
         )
-    partial = target.with_name(target.name + ".partial")
     if journal is None or not _Journal(partial, journal).found:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was cut off
     partial.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
+        for file in partial.rglob("*"):
+            flush(file)
         partial.rename(target)
+        flush(target.absolute().parent)
     except BaseException:
         if journal is None or not _Journal(partial, journal).found:
             shutil.rmtree(partial, ignore_errors=True)
+        else:
+            logger.warning("%s keeps what is done: the same command goes on with it", partial)
         raise
 
 
@@ -309,6 +322,7 @@ class _Journal:
         saved = {"key": self._key, "shards": self.shards, "sha256": self.sha256}
         beside = self.path.with_suffix(".new")
         beside.write_text(json.dumps(saved))
+        flush(beside)
         beside.replace(self.path)
 
 
@@ -369,9 +383,23 @@ def _write(
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, number: int) -> _Part:
+    """Write a shard. OSError, naming the folder: there is no room for it."""
     part = _Part(f"{number}.part", list(tensors), sum(tensor.nbytes for tensor in tensors.values()))
-    save_file(tensors, folder / part.file, metadata={"format": "pt"})  # transformers asks for this entry
+    try:
+        save_file(tensors, folder / part.file, metadata={"format": "pt"})  # transformers asks for this entry
+    except SafetensorError as error:
+        raise OSError(f"{folder}: a shard of {part.num_bytes / 1e9:.1f} GB could not be written ({error})") from None
+    flush(folder / part.file)
     return part
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk and not only in the page cache: a power cut may follow."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _stamp(path: Path) -> list[int]:
@@ -392,3 +420,9 @@ def _shard_bytes(folder: Path, shards: Sequence[str]) -> int:
 def dense_bytes(source: DenseSource) -> int:
     """About what the source takes in 16 bits."""
     return sum(2 * prod(source.shape(name)) for name in source.names())
+
+
+def _packed_bytes(source: DenseSource, packed: Collection[str], format: PackedFormat) -> int:
+    """About what it takes with these layers packed."""
+    weights = sum(prod(source.shape(f"{module}.weight")) for module in packed)
+    return dense_bytes(source) - int(weights * (16 - packed_format(format).bits) / 8)

@@ -89,7 +89,7 @@ def read_windows(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, mo
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {file}: {error}") from None
+        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from None
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     first = tokenizer(text[:1])["input_ids"][:1]
     start = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
@@ -97,7 +97,7 @@ def read_windows(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, mo
     windows = [start + ids[i : i + step] for i in range(0, len(ids), step)][:most]
     whole = [window for window in windows if len(window) == length] or windows[:1]
     if not whole or len(whole[0]) < 2:
-        raise ValueError(f"--text {file} has {len(ids)} tokens: give a longer one")
+        raise ValueError(f"{file} has {len(ids)} tokens: give a longer text")
     return whole
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl.config import RunConfig
+from qerl.formats.writing import flush
 from qerl.nn.lora import load_adapter_weights
 
 # Settings that may differ between a run and its resumption: they change what is written, not what is computed.
@@ -61,9 +62,9 @@ def save_checkpoint(
     }
     (staging / "state.json").write_text(json.dumps(record, indent=1))
     for path in [p for p in staging.rglob("*") if p.is_file()]:
-        _flush(path)
+        flush(path)
     staging.rename(target)
-    _flush(root)
+    flush(root)
     for old in list_checkpoints(output_dir)[: -config.keep_checkpoints]:
         shutil.rmtree(old)
     for leftover in root.glob(".step-*.tmp"):  # of a run that was killed while it wrote
@@ -161,11 +162,3 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,10 +1,12 @@
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -499,6 +501,35 @@ def test_what_another_run_left_is_not_gone_on_with(qwen, tmp_path, monkeypatch, 
     assert made == ["0.part", "1.part", "2.part"] and not partial.exists()
     assert not (target / "model-9-of-9.safetensors").exists()
     assert Checkpoint(target).is_packed("model.layers.0.mlp.up_proj")
+
+
+def test_a_full_disk(qwen, tmp_path, monkeypatch, caplog):
+    """It is told before anything is done; where it fills up later, what is done stays for the next call."""
+    needs = sum(file.stat().st_size for file in packed_files(qwen, tmp_path / "whole"))
+    usage, free = shutil.disk_usage(tmp_path), [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0]))
+    free[0] = int(0.9 * needs)
+    with pytest.raises(ValueError, match=r"out takes about .* GB, and .* GB are free there: make room first"):
+        quantize_checkpoint(qwen, tmp_path / "out")
+    free[0] = int(1.1 * needs)
+    cut_off(monkeypatch, resharded(qwen, tmp_path / "in", 3), tmp_path / "out", 2)
+    assert "out.partial keeps what is done: the same command goes on with it" in caplog.text
+    free[0] = needs // 2  # what is there already needs no room
+
+    def fills_up(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", fills_up)
+        with pytest.raises(OSError, match=r"out.partial: a shard of 0.0 GB could not be written .*No space left"):
+            quantize_checkpoint(tmp_path / "in", tmp_path / "out")
+    quantize_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").is_packed("model.layers.0.mlp.up_proj")
+
+
+def packed_files(source: Path, target: Path) -> list[Path]:
+    quantize_checkpoint(source, target)
+    return list(target.glob("*.safetensors"))
 
 
 def test_a_run_that_saved_nothing_leaves_nothing(qwen, tmp_path, monkeypatch):
