@@ -38,6 +38,7 @@ COMPRESSED_TENSORS: dict[PackedFormat, str] = {"nvfp4": "nvfp4-pack-quantized", 
 """compressed-tensors' names of the formats."""
 
 MODELOPT_CONFIG = "hf_quant_config.json"
+INDEX = "model.safetensors.index.json"
 
 _DENSE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -83,7 +84,8 @@ class Checkpoint:
         self.folder = Path(folder)
         self.config = _read_json(self.folder / "config.json")
         self.quantization: Quantization | None = _quantization(self.folder, self.config)
-        self.shards = _shard_names(self.folder)
+        index = _read_index(self.folder)
+        self.shards = _shard_names(self.folder, index)
         self._shard_of: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for shard in self.shards:
@@ -92,11 +94,14 @@ class Checkpoint:
                 self._shard_of[name] = shard
                 self._shapes[name] = tuple(file.get_slice(name).get_shape())
         self._file: tuple[str, Any] = ("", None)
-        _check_index(self.folder, self._shard_of)
+        _check_index(self.folder, index, self._shard_of)
 
     def names(self, shard: str | None = None) -> list[str]:
-        """Names of the stored tensors, of all shards or of one (of `shards`); what lies below a weight is left out."""
-        return [name for name, place in self._shard_of.items() if shard in (None, place) and ".weight." not in name]
+        """Names of the stored tensors, of all shards or of one (of `shards`); bitsandbytes' below a weight left out."""
+        names = [name for name, place in self._shard_of.items() if shard in (None, place)]
+        if self.quantization is None or self.quantization.format != "nf4":
+            return names
+        return [name for name in names if ".weight." not in name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor, without reading it."""
@@ -205,11 +210,14 @@ def from_stored(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: {path.parent} is not a complete transformers model folder") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return cast(dict[str, Any], found)
 
 
 def _open(path: Path) -> Any:
@@ -221,21 +229,29 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is damaged or cut off ({error}): download it again") from None
 
 
-def _shard_names(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(_read_json(index)["weight_map"].values()))
+def _read_index(folder: Path) -> dict[str, str]:
+    """Shard of each tensor; empty where there is no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map from tensors to shards: download it again")
+    return cast(dict[str, str], weight_map)
+
+
+def _shard_names(folder: Path, index: dict[str, str]) -> list[str]:
+    if index:
+        return sorted(set(index.values()))
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     raise ValueError(f"{folder} has no model.safetensors (nor an index of shards): only safetensors are read")
 
 
-def _check_index(folder: Path, shard_of: dict[str, str]) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        for name, shard in _read_json(index)["weight_map"].items():
-            if shard_of.get(name) != shard:
-                raise ValueError(f"{folder / shard} lacks {name}, which {index.name} promises: download it again")
+def _check_index(folder: Path, index: dict[str, str], shard_of: dict[str, str]) -> None:
+    for name, shard in index.items():
+        if shard_of.get(name) != shard:
+            raise ValueError(f"{folder / shard} lacks {name}, which {INDEX} promises: download it again")
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:

@@ -14,6 +14,7 @@ checkpoint.py, which finds the tensors, and hands them over by the part of their
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,9 +31,9 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 def nf4_from_stored(parts: Mapping[str, Tensor], place: str) -> NF4Tensor:
     """A layer of bitsandbytes. ValueError, with `place` in it, for other tables, block sizes, shapes or dtypes."""
     try:
-        state: dict[str, Any] = json.loads(parts[NF4_STATE].numpy().tobytes())
+        state: dict[str, Any] = json.loads(_stored(parts, NF4_STATE, place).numpy().tobytes())
         n, k = (int(size) for size in state["shape"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{place}.{NF4_STATE} is damaged ({error}): download it again") from None
     nested = "weight.nested_absmax" in parts
     if state.get("quant_type") != "nf4" or state.get("blocksize") != BLOCK:
@@ -43,27 +44,32 @@ def nf4_from_stored(parts: Mapping[str, Tensor], place: str) -> NF4Tensor:
         raise ValueError(f"{place} has maxima in groups of {state.get('nested_blocksize')}: not {ABSMAX_GROUP}")
     tables = {"quant_map": torch.tensor(NF4_VALUES)} | ({"nested_quant_map": dynamic_values()} if nested else {})
     for name, table in tables.items():
-        if not torch.equal(parts[f"weight.{name}"].float(), table):
+        if not torch.equal(_stored(parts, f"weight.{name}", place).float(), table):
             raise ValueError(f"{place}.weight.{name} is not the table of NF4: not supported")
     num_blocks = n * k // BLOCK
     packed = _shaped(parts, "weight", torch.uint8, n * k // 2, place).view(n, k // 2)
     if not nested:
-        return NF4Tensor(packed, _shaped(parts, "weight.absmax", torch.float32, num_blocks, place))
+        return NF4Tensor(packed, _finite(parts, "weight.absmax", torch.float32, num_blocks, place))
     absmax = _shaped(parts, "weight.absmax", torch.uint8, num_blocks, place)
-    scale = _shaped(parts, "weight.nested_absmax", torch.float32, -(-num_blocks // ABSMAX_GROUP), place)
-    return NF4Tensor(packed, absmax, scale, torch.tensor([state["nested_offset"]]))
+    scale = _finite(parts, "weight.nested_absmax", torch.float32, -(-num_blocks // ABSMAX_GROUP), place)
+    offset = state.get("nested_offset")
+    if not isinstance(offset, float) or not math.isfinite(offset):
+        raise ValueError(f"{place}.{NF4_STATE} has a nested_offset of {offset}: download it again")
+    return NF4Tensor(packed, absmax, scale, torch.tensor([offset]))
 
 
 def int4_from_stored(parts: Mapping[str, Tensor], place: str) -> INT4Tensor:
     """A layer of compressed-tensors. ValueError, with `place` in it, for groups, dtypes or an order that differ."""
     if "weight_g_idx" in parts:
         raise ValueError(f"{place} has its columns reordered (weight_g_idx): not supported")
-    n, k = (int(size) for size in parts["weight_shape"])
-    stored = parts["weight_scale"]
+    shape = _shaped(parts, "weight_shape", _stored(parts, "weight_shape", place).dtype, 2, place)
+    n, k = (int(size) for size in shape)
+    stored = _stored(parts, "weight_scale", place)
     num_groups = stored.shape[1] if stored.ndim == 2 else 0
-    if num_groups == 0 or k % num_groups or k // num_groups not in GROUPS:
+    if num_groups == 0 or len(stored) != n or k % num_groups or k // num_groups not in GROUPS:
         raise ValueError(f"{place} has scales of shape {list(stored.shape)} for [{n}, {k}]: not groups of {GROUPS}")
     scale = stored.to(torch.bfloat16)
+    _finite(parts, "weight_scale", stored.dtype, n * num_groups, place)
     if not torch.equal(scale.to(stored.dtype), stored):
         raise ValueError(f"{place}.weight_scale is {stored.dtype} and no bf16 numbers: not supported")
     packed = _shaped(parts, "weight_packed", torch.int32, n * k // 8, place).view(torch.uint8).view(n, k // 2)
@@ -78,10 +84,26 @@ def int4_from_stored(parts: Mapping[str, Tensor], place: str) -> INT4Tensor:
     return INT4Tensor(packed, scale.contiguous(), zero)
 
 
+def _stored(parts: Mapping[str, Tensor], name: str, place: str) -> Tensor:
+    """A part. ValueError: it is missing."""
+    if name not in parts:
+        raise ValueError(f"{place}.{name} is missing: download the folder again")
+    return parts[name]
+
+
 def _shaped(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, size: int, place: str) -> Tensor:
     """A part, flat. ValueError: it is missing, of another dtype, or of another size."""
-    part = parts.get(name)
-    if part is None or part.dtype != dtype or part.numel() != size:
-        found = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
-        raise ValueError(f"{place}.{name} is {found}, where {size} numbers of {dtype} were expected")
+    part = _stored(parts, name, place)
+    if part.dtype != dtype or part.numel() != size:
+        raise ValueError(
+            f"{place}.{name} is {part.dtype} {list(part.shape)}, where {size} numbers of {dtype} were expected"
+        )
     return part.contiguous().view(-1)
+
+
+def _finite(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, size: int, place: str) -> Tensor:
+    """A part of scales, flat. ValueError as `_shaped`, and where one is NaN or infinite."""
+    part = _shaped(parts, name, dtype, size, place)
+    if not part.isfinite().all():
+        raise ValueError(f"{place}.{name} contains NaN or infinity: a damaged checkpoint?")
+    return part

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, MODELOPT_CONFIG, Checkpoint, DenseSource
+from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, INDEX, MODELOPT_CONFIG, Checkpoint, DenseSource
 from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
 from qerl.formats.folding import CALIBRATION_FILE, Calibration, Folded, read_calibration, read_folds, write_calibration
 from qerl.formats.nvfp4 import NVFP4Tensor
@@ -57,7 +57,6 @@ _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _NOT_A_PRODUCT = re.compile(r"norm|embed|router|(^|_)gate$")  # last names of matrices that are kept: norms, MoE routers
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 _NOT_COPIED = (*_WEIGHT_FILES, "config.json", MODELOPT_CONFIG, RECORD)
-_INDEX = "model.safetensors.index.json"
 
 
 def quantize_checkpoint(
@@ -369,7 +368,7 @@ def _write(
     if len(parts) > 1:
         weight_map = {tensor: name for part, name in zip(parts, names, strict=True) for tensor in part.names}
         index = {"metadata": {"total_size": sum(part.num_bytes for part in parts)}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(source.config | config, indent=2) + "\n")
     for file in source.folder.iterdir():  # tokenizer, generation_config, chat template, licence
         if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):

@@ -322,9 +322,15 @@ def test_not_a_model_folder(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
+        Checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(ValueError, match="only safetensors are read"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+    with pytest.raises(ValueError, match=r"index\.json has no weight_map from tensors to shards"):
         Checkpoint(tmp_path)
 
 

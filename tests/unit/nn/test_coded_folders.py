@@ -101,9 +101,18 @@ def test_damage_in_a_folder_of_bitsandbytes(bitsandbytes, tmp_path):
         "weight.quant_map is not the table": {f"{UP}.weight.quant_map": torch.zeros(16)},
         "weight is torch.uint8 .*, where 3072 numbers": {f"{UP}.weight": torch.zeros(7, 1, dtype=torch.uint8)},
         r"weight.absmax is torch.float64": {f"{UP}.weight.absmax": torch.zeros(96, dtype=torch.float64)},
+        r"weight.quant_map is missing": {f"{UP}.weight.quant_map": None},
     }
+    scales = f"{UP}.weight.nested_absmax"
+    if scales not in tensors:
+        scales = f"{UP}.weight.absmax"
+    else:
+        no_offset = as_bytes.replace(b"nested_offset", b"nested_of")
+        changes["nested_offset of None"] = {state: changed(no_offset)}
+    changes["absmax contains NaN"] = {scales: torch.full_like(tensors[scales], torch.nan)}
     for message, change in changes.items():
-        save_file(tensors | change, tmp_path / "model.safetensors")
+        kept = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(ValueError, match=message):
             Checkpoint(tmp_path).codes(UP)
@@ -167,7 +176,12 @@ def test_orders_and_groups_that_differ_are_refused(pack_quantized, tmp_path):
         ({f"{UP}.weight_scale": torch.rand(96, 2)}, "weight_scale is torch.float32 and no bf16 numbers"),
         ({f"{UP}.weight_scale": torch.ones(96, 3).bfloat16()}, r"scales of shape \[96, 3\] for \[96, 64\]"),
         ({f"{UP}.weight_packed": torch.zeros(96, 7, dtype=torch.int32)}, "where 768 numbers of torch.int32"),
+        ({f"{UP}.weight_scale": torch.full((96, 2), torch.nan).bfloat16()}, "weight_scale contains NaN"),
+        ({f"{UP}.weight_scale": None}, "weight_scale is missing"),
+        ({f"{UP}.weight_shape": None}, "weight_shape is missing"),
+        ({f"{UP}.weight_shape": torch.tensor([96])}, "where 2 numbers"),
     ):
-        save_file(tensors | change, tmp_path / "model.safetensors")
+        kept = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             Checkpoint(tmp_path).codes(UP)
