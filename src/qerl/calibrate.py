@@ -15,6 +15,7 @@ in while it writes.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.stream import prepared
 from qerl.nn.structure import decoder_layers, max_positions
 
+logger = logging.getLogger(__name__)
+
 SITES = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")),
     ("self_attn.v_proj", ("self_attn.o_proj",)),
@@ -48,6 +51,7 @@ SITES = (
 
 BATCH_TOKENS = 8192  # that pass through a layer at a time: some GB of activations in the largest models
 SAMPLE_TOKENS = 1024  # of all, that the loss of a choice of factors is measured on
+_FEW_TOKENS = 4096  # below this a calibration says more about the text than about the model
 _PROBE_TOKENS = 64  # that a folded layer is checked on
 _TOLERANCE = 1e-3  # of what a layer adds; a factor in the wrong place changes it by tens of percent
 
@@ -168,6 +172,8 @@ def calibrate(
     stored = base.source.modules
     stack = next(name for name, module in base.model.named_modules() if module is layers)
     found = Calibrated(Calibration({}, {}), [], sum(map(len, windows)))
+    if found.num_tokens < _FEW_TOKENS:
+        logger.warning("%s gives %d tokens to calibrate on, which are few: take thousands", text, found.num_tokens)
     relay = _Relay(base, windows)
     for index, layer in enumerate(layers):
         weights[index].load()

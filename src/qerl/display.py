@@ -239,9 +239,8 @@ class ByteProgress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._begun: tuple[float, int] | None = (
-            None  # time and bytes of the first call: a resumed run begins in the middle
-        )
+        # Time and bytes of the first call: a resumed run begins in the middle.
+        self._begun: tuple[float, int] | None = None
         self._shown = 0.0
 
     def __call__(self, done: int, total: int) -> None:
@@ -252,8 +251,9 @@ class ByteProgress:
             return
         self._shown = now
         rate = (done - self._begun[1]) / max(now - self._begun[0], 1e-9)
-        text = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        text = f"{done / size:.2f} of {total / size:.2f} {unit}"
         if rate:
-            text += f", {rate / 1e9:.2f} GB/s, {clock((total - done) / rate)} left"
+            text += f", {rate / size:.2f} {unit}/s, {clock((total - done) / rate)} left"
         print(f"\r{text}\033[K" if terminal else text, end="" if terminal and done < total else "\n", file=self._stream)
         self._stream.flush()

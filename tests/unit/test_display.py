@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import math
+import time
 
 import pytest
 from rich.console import Console
 
-from qerl.display import Column, Display
+from qerl.display import ByteProgress, Column, Display
 from qerl.live import LiveView, clock, printable, sparkline
 
 METRICS = {
@@ -258,3 +259,19 @@ def test_a_column_formats_or_is_left_out():
     column = Column("reward", "reward", "{:.1f}")
     assert column.text({"reward": 1}) == "1.0"
     assert column.text({}) is column.text({"reward": None}) is column.text({"reward": math.nan}) is None
+
+
+@pytest.mark.parametrize(("total", "unit"), [(4_000_000_000, "GB"), (4_000_000, "MB")])
+def test_progress_by_bytes(monkeypatch, total, unit):
+    """A resumed run begins in the middle: its rate is that of what it does itself."""
+    times = iter([100.0, 101.0, 110.0, 114.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    stream = io.StringIO()
+    progress = ByteProgress(stream)
+    for share in (0.5, 0.55, 0.75, 1.0):
+        progress(int(share * total), total)
+    assert stream.getvalue().splitlines() == [  # the second came too soon
+        f"2.00 of 4.00 {unit}",
+        f"3.00 of 4.00 {unit}, 0.10 {unit}/s, 0:10 left",
+        f"4.00 of 4.00 {unit}, 0.14 {unit}/s, 0:00 left",
+    ]

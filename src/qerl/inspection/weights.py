@@ -5,13 +5,13 @@
 The model is a packed folder, or a bf16 folder as a run would quantise it while it loads. The reference is a bf16 (fp16,
 fp32) folder; by default, for a bf16 model, the same. SQNR is the error of each weight as a number: factors that AWQ has
 folded into the model are taken out first, where the folder names them (formats/folding.py). The other tensors are
-compared too, as they are, and those that differ are named.
+compared too, factors taken out, and those that differ are named.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,23 +134,32 @@ def compare_weights(model: Base, reference: Base, progress: Progress | None = No
             layers.append(Layer(name, rows, columns, bits, distortion(weight, values)))
         if progress is not None:
             progress(done + 1, len(model.groups))
-    return WeightComparison(model.folder, reference.folder, model.config.format, layers, _others(model, reference))
+    others = _others(model, reference, folds)
+    return WeightComparison(model.folder, reference.folder, model.config.format, layers, others)
 
 
 def _shapes(base: Base) -> dict[str, tuple[int, ...]]:
     return {name: tuple(base.model.get_parameter(f"{name}.weight").shape) for g in base.groups for name in g.names}
 
 
-def _others(model: Base, reference: Base) -> list[str]:
-    """Names of tensors that are not the same in both folders, the linears' weights aside."""
+def _others(model: Base, reference: Base, folds: Mapping[str, Fold]) -> list[str]:
+    """Names of tensors that are not the same in both folders, the linears' weights aside.
+
+    What was divided by factors has been rounded once more, to 8 bits at least.
+    """
     if model.folder == reference.folder:
         return []
     weights = {f"{name}.weight" for group in model.groups for name in group.names}
+
+    def differs(name: str) -> bool:
+        ours, theirs = model.source.tensor(name).float(), reference.source.tensor(name).float()
+        fold = folds.get(model.source.tensors[name].rpartition(".")[0])
+        if fold is None or fold.outputs is None or ours.shape != theirs.shape:
+            return not torch.equal(ours, theirs)
+        return not torch.allclose(ours * fold.outputs, theirs, rtol=2**-8, atol=0)
+
     return [
         name
         for name in sorted(model.model.state_dict())
-        if name not in weights
-        and name in model.source.tensors
-        and name in reference.source.tensors
-        and not torch.equal(model.source.tensor(name).float(), reference.source.tensor(name).float())
+        if name not in weights and name in model.source.tensors and name in reference.source.tensors and differs(name)
     ]
