@@ -546,6 +546,13 @@ def main() -> None:
     except (ConfigError, ValueError, OSError) as error:
         print(f"qerl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        import torch  # which is loaded already where memory has run out
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(f"qerl: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

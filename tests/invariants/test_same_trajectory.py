@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from qerl.config import load_config
 from qerl.display import Display
 from qerl.rl import trainer
+from qerl.rl.batch import TrainBatch, TrainSequence
 from qerl.rl.trainer import Trainer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -27,10 +29,10 @@ SHORT = [
 ]
 
 
-def trained(output_dir: Path, *settings: str) -> dict[str, torch.Tensor]:
+def trained(output_dir: Path, *settings: str, resume: bool = False) -> dict[str, torch.Tensor]:
     config = load_config(DEMO, [*SHORT, f"output_dir={output_dir}", *settings])
     with (output_dir.parent / "out.txt").open("w") as stream:
-        Trainer(config, display=Display(config.steps, stream=stream)).train()
+        Trainer(config, display=Display(config.steps, stream=stream), resume=resume).train()
     return load_file(output_dir / "adapter" / "adapter_model.safetensors")
 
 
@@ -81,6 +83,46 @@ def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp
     assert "out of memory in the update; it begins again with micro-batches of" in (tmp_path / "out.txt").read_text()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
+
+
+def test_a_run_without_enough_memory_is_saved_and_goes_on_with_less(expected, tmp_path, monkeypatch):
+    """In the update of the second step, however small its micro-batches, after gradients of the first ones."""
+    logprobs, sizes = Trainer._logprobs, []
+
+    def failing(self, micro):
+        if self.step == 1:
+            sizes.append(len(micro.input_ids))
+            if len(micro.members) == 1 and len(sizes) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return logprobs(self, micro)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_logprobs", failing)
+        with pytest.raises(trainer.RunFailed, match=r"one sequence of .* tokens: turn .*\nSaved .*step-000001"):
+            trained(tmp_path / "run", "optimizer.micro_batch_tokens=16")
+    less = ["optimizer.micro_batch_tokens=64", "optimizer.gradient_checkpointing=true", "optimizer.logprob_chunk=64"]
+    got = trained(tmp_path / "run", *less, "rollout.max_batch_size=3", resume=True)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
+
+
+def test_micro_batches_shrink_down_to_the_longest_sequence_that_counts():
+    """A longer one, which overlong filtering leaves out, is no reason to give up."""
+
+    def sequence(new: int, kept: bool) -> TrainSequence:
+        return TrainSequence([1] * 4, [2] * new, 1.0, kept, prompt_index=0, sample_index=0, first_slot=0)
+
+    batch = TrainBatch([sequence(96, False), *(sequence(6, True) for _ in range(4))], torch.zeros(120))
+    run, tried = Mock(micro_batch_tokens=1000, device=torch.device("cpu"), step=0), []
+
+    def work() -> None:
+        tried.append(max(len(micro.input_ids) for micro in batch.micro_batches(range(5), run.micro_batch_tokens)))
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the update of one sequence of 10 tokens"):
+        Trainer._within_memory(run, batch, range(5), work)
+    assert tried == [40, 20, 10]
+    assert run.display.warning.call_count == run.optimizer.zero_grad.call_count == 2
 
 
 def test_the_update_has_the_memory_of_keys_and_values(tmp_path, monkeypatch):

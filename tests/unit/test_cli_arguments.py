@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import get_args
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from qerl import cli
 from qerl.cli import app, complete_setting
 from qerl.config import RunConfig
 
@@ -71,3 +74,14 @@ def test_the_end_of_the_input_ends_a_chat():
     result = qerl("generate", "embedded", "--max-new-tokens", "8", input="1+1=?\n")
     assert (result.exit_code, result.exception) == (0, None)
     assert result.output.startswith("An empty line or Ctrl-D ends the chat.")
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
+    def full() -> None:
+        raise torch.OutOfMemoryError("no memory to sample")
+
+    monkeypatch.setattr(cli, "app", full)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1 and capsys.readouterr().err == "qerl: no memory to sample\n"

@@ -46,7 +46,8 @@ class Engine(Protocol):
         """One list a request, one completion a seed, in their order.
 
         ValueError, before any work, for a prompt without tokens or with ids that the vocabulary lacks, and for a
-        request that can never fit into the engine's memory.
+        request that can never fit into the memory that it is allowed. torch.OutOfMemoryError where the device has less
+        than one sequence at a time needs.
         """
         ...
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -142,7 +143,8 @@ class PagedEngine:
     def wake(self) -> None:
         """See `Engine.wake`. The number of slots is known from the first call of `generate` on."""
         if self._cache is None and self._sizes.slots:
-            self._cache = self._new_cache()
+            with suppress(torch.OutOfMemoryError):  # `generate` asks again, and for less
+                self._cache = self._new_cache()
 
     @torch.inference_mode()
     def generate(
@@ -245,13 +247,13 @@ class PagedEngine:
         return pages if self._most_pages is None else min(pages, max(self._most_pages, sizes.pages_per_slot + 1))
 
     def _fewer_pages(self) -> int:
-        """Three quarters of the pages, or as many as one sequence can need. ValueError where there are no more."""
+        """Three quarters of the pages, or as many as one sequence can need. OutOfMemoryError: it has no more."""
         pages, needed = self._num_pages(), self._sizes.pages_per_slot + 1
         if pages <= needed:
-            raise ValueError(
+            raise torch.OutOfMemoryError(
                 f"no memory to sample one sequence at a time, with a KV cache of {pages * PAGE_SIZE} tokens: lower "
                 "rollout.max_completion_length or rollout.max_batch_size; `qerl plan` says what takes the memory"
-            )
+            ) from None
         return max(needed, pages * 3 // 4)
 
     def _shrink(self, pages: int) -> None:
@@ -268,20 +270,15 @@ class PagedEngine:
     def _new_cache(self) -> KVCache:
         """The pool, and a spare page."""
         decoder = self._decoder
-        while True:
-            try:
-                return KVCache(
-                    layers=decoder.num_layers,
-                    pages=1 + self._num_pages(),
-                    kv_heads=decoder.kv_heads,
-                    head_dim=decoder.head_dim,
-                    dtype=decoder.dtype,
-                    device=decoder.device,
-                    fp8=self._fp8,
-                )
-            except torch.OutOfMemoryError:
-                pages = self._fewer_pages()
-            self._shrink(pages)
+        return KVCache(
+            layers=decoder.num_layers,
+            pages=1 + self._num_pages(),
+            kv_heads=decoder.kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            fp8=self._fp8,
+        )
 
 
 def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]:

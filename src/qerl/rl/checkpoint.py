@@ -29,8 +29,24 @@ from qerl.config import RunConfig
 from qerl.formats.writing import flush
 from qerl.nn.lora import load_adapter_weights
 
-# Settings that may differ between a run and its resumption: they change what is written, not what is computed.
-FREE_SETTINGS = ("output_dir", "save_every", "keep_checkpoints", "log_completions", "report_to")
+# Settings that may differ between a run and its resumption: they change what is written, or memory and speed, not what
+# is computed (beyond rounding). So a run that ran out of memory goes on with less.
+FREE_SETTINGS = (
+    "output_dir",
+    "save_every",
+    "keep_checkpoints",
+    "log_completions",
+    "report_to",
+    "rollout.max_batch_size",
+    "rollout.kv_cache_tokens",
+    "rollout.kv_cache_memory",
+    "rollout.prefill_tokens",
+    "rollout.cuda_graphs",
+    "optimizer.micro_batch_tokens",
+    "optimizer.logprob_chunk",
+    "optimizer.gradient_checkpointing",
+    "optimizer.offload_activations",
+)
 
 
 def save_checkpoint(

@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -147,7 +147,7 @@ class Trainer:
         self.skipped_updates = 0
         self.steps_without_signal = 0
         self.stop_requested = False
-        self.updating = False  # whether an exception would leave a step half applied
+        self.updating = False  # since the first optimizer step: whether an exception would leave a step half applied
         if checkpoint is not None:
             self._restore(checkpoint)
         elif resume:
@@ -190,7 +190,7 @@ class Trainer:
         write_completions_parquet(self.output_dir)
 
     def train_step(self) -> dict[str, Any]:
-        """One rollout and all its updates; their metrics. Nothing changes unless the rollout was completed.
+        """One rollout and all its updates; their metrics. Nothing changes before the first optimizer step.
 
         `train` calls it, and evaluates, logs and saves between two calls.
         """
@@ -206,22 +206,24 @@ class Trainer:
                 groups, stats = collect_groups(
                     self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
                 )
+            rollout_seconds = time.monotonic() - started
+            advantages = compute_advantages(
+                [group.rewards for group in groups],
+                scale=config.loss.scale_rewards,
+                tolerance=config.loss.zero_variance_tolerance,
+            )
+            batch = TrainBatch.from_groups(
+                groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions
+            )
+            update_started = time.monotonic()
+            with self.watch("sleep"):
+                self.engine.sleep()  # keys and values make room for activations
+            metrics = self._update(batch, draw)
         except BaseException:
-            self.stream.position, self.stream.num_too_long = before
+            if not self.updating:
+                self.stream.position, self.stream.num_too_long = before
+                self.optimizer.zero_grad(set_to_none=True)
             raise
-        rollout_seconds = time.monotonic() - started
-
-        advantages = compute_advantages(
-            [group.rewards for group in groups],
-            scale=config.loss.scale_rewards,
-            tolerance=config.loss.zero_variance_tolerance,
-        )
-        batch = TrainBatch.from_groups(groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions)
-        update_started = time.monotonic()
-        with self.watch("sleep"):
-            self.engine.sleep()  # keys and values make room for activations
-        self.updating = True
-        metrics = self._update(batch, draw)
         self.step += 1
         self.updating = False
 
@@ -279,10 +281,10 @@ class Trainer:
         num_updates = loss.num_iterations * loss.updates_per_rollout
         old = ref = None
         if num_updates > 1:
-            old = self._within_memory(batch, lambda: self._score(batch, everything, draw))
+            old = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
         if loss.beta > 0:
             with adapters_disabled(self.model):
-                ref = self._within_memory(batch, lambda: self._score(batch, everything, draw))
+                ref = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
 
         totals = UpdateTotals()
         for iteration in range(loss.num_iterations):
@@ -296,7 +298,7 @@ class Trainer:
                 def accumulate(part: list[int] = part, normalizer: Normalizer = normalizer, phase: str = phase) -> Any:
                     return self._accumulate(batch, part, normalizer, old, ref, draw, phase)
 
-                for value, entropy, sums in self._within_memory(batch, accumulate):
+                for value, entropy, sums in self._within_memory(batch, part, accumulate):
                     totals.add_micro_batch(value, entropy, sums)
                 with self.watch("optimizer"):
                     taken = self._optimizer_step(rate)
@@ -337,21 +339,25 @@ class Trainer:
             results.append((value.detach(), entropy, sums))
         return results
 
-    def _within_memory(self, batch: TrainBatch, work: Callable[[], T]) -> T:
+    def _within_memory(self, batch: TrainBatch, part: Sequence[int], work: Callable[[], T]) -> T:
         """`work()`; where memory runs out, again from its beginning with micro-batches half as large.
 
         They stay so from then on. Gradients of a broken-off attempt are thrown away; those of a step do not depend on
-        its cut. OutOfMemoryError: each sequence is alone already.
+        its cut. part: numbers of the sequences that `work` is about. OutOfMemoryError: each is alone already.
         """
         while True:
             try:
                 return work()
-            except torch.OutOfMemoryError:
-                longest = max(sequence.num_tokens for sequence in batch.sequences)
-                total = sum(sequence.num_tokens for sequence in batch.sequences)
-                largest = min(self.micro_batch_tokens, total)
-                if largest <= longest:
-                    raise
+            except torch.OutOfMemoryError as error:
+                micro_batches = batch.micro_batches(part, self.micro_batch_tokens)
+                largest = max(len(micro.input_ids) for micro in micro_batches)
+                longest = max(member.num_tokens for micro in micro_batches for member in micro.members)
+                if largest == longest:
+                    raise torch.OutOfMemoryError(
+                        f"no memory for the update of one sequence of {longest:,} tokens: turn "
+                        "optimizer.gradient_checkpointing and optimizer.offload_activations on, or lower "
+                        f"optimizer.logprob_chunk; `qerl plan` says what takes the memory ({error})"
+                    ) from None
             # Only here the exception, and with it what its frames held, is gone.
             self.optimizer.zero_grad(set_to_none=True)
             if self.device.type == "cuda":
@@ -376,10 +382,10 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _score(self, batch: TrainBatch, sequences: Iterable[int], draw: NoiseDraw | None) -> Tensor:
+    def _score(self, batch: TrainBatch, sequences: Sequence[int], draw: NoiseDraw | None) -> Tensor:
         """Log-probabilities of all completion tokens, [num_completion_tokens], under the model as it is now."""
         table = torch.zeros(batch.num_completion_tokens, device=self.device)
-        for micro in batch.micro_batches(list(sequences), self.micro_batch_tokens, self.device):
+        for micro in batch.micro_batches(sequences, self.micro_batch_tokens, self.device):
             with self._training_noise(micro, draw), self.watch("score"):
                 table[micro.slots] = self._logprobs(micro)[0]
         return table
@@ -395,6 +401,7 @@ class Trainer:
 
         A gradient that is not finite is thrown away and counted; MAX_SKIPPED_UPDATES in a row end the run.
         """
+        self.updating = True
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
         taken = math.isfinite(norm)

@@ -251,7 +251,9 @@ def test_too_little_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(KVCache, "__init__", full)
-    with pytest.raises(ValueError, match="one sequence at a time, with a KV cache of 48 tokens: lower rollout"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="one sequence at a time, with a KV cache of 48 tokens: lower rollout"
+    ):
         engine_of(policy("qwen2")).generate(requests(8, samples=3), SAMPLING)
 
 
