@@ -80,6 +80,7 @@ struct Block {
     std::vector<std::function<void()>> late;  // what happens when no thread can go on
     std::vector<uint8_t> memory;  // while another block of the cluster runs
     Meeting all, consumers;
+    bool has_launched_dependents = false;
 };
 
 #pragma GCC visibility push(hidden)
@@ -92,6 +93,7 @@ Block* block;
 Meeting cluster_meeting;
 ucontext_t scheduler;
 bool moved;  // somebody got further since the scheduler last looked
+bool published_too_late;
 
 Fiber& self() { return block->fibers[threadIdx.x]; }
 Warp& own_warp() { return block->warps[threadIdx.x / 32]; }
@@ -239,15 +241,15 @@ bool run_cluster(int first, int blocks, int threads, void (*enter)()) {
     return std::all_of(cluster.begin(), cluster.end(), is_done);
 }
 
-// 0, or 1 after a deadlock. `args`: the address of each argument, as for cuLaunchKernel.
+// 0; 1 after a deadlock; 2 where the next kernel may start before it finds what was published for it. `args`: the address of each argument, as for cuLaunchKernel.
 template <typename... Args>
 int run(void (*kernel)(Args...), int blocks, int threads, int cluster_size, bool backwards, void** args) {
     using L = Launch<Args...>;
     L::kernel = kernel, L::args = args;
-    gridDim.x = blocks;
+    gridDim.x = blocks, published_too_late = false;
     for (int i = 0; i < blocks; i += cluster_size)
         if (!run_cluster(backwards ? blocks - cluster_size - i : i, cluster_size, threads, L::enter)) return 1;
-    return 0;
+    return published_too_late ? 2 : 0;
 }
 
 #define RUN(name)                                                                                              \

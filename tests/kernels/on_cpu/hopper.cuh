@@ -1,8 +1,9 @@
 // The functions of w4a16/hopper.cuh for a CPU: part of emulation.cpp, found by the sources in place of the real one.
 #pragma once
 
-inline void launch_dependents() {}
-inline void publish_for_copies() {}
+// The first thread of a block to launch dependents does so for the block: what others publish later may come too late.
+inline void launch_dependents() { block->has_launched_dependents = true; }
+inline void publish_for_copies() { if (block->has_launched_dependents) published_too_late = true; }
 inline void wait_for_previous_kernels() {}
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}

@@ -4,9 +4,11 @@
 
 // --- Programmatic dependent launch -----------------------------------------------------------------------------------
 
+// The next kernel may start when a thread of each block has said so, or its blocks have ended.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// What this thread wrote to global memory is there for bulk copies of kernels that start from here on.
+// What this thread wrote to global memory is there for bulk copies of kernels that start from here on. (PTX promises that
+// behind griddepcontrol.wait alone; the fences bring it to the second-level cache, and bulk copies read from there.)
 __device__ __forceinline__ void publish_for_copies() {
     __threadfence();
     asm volatile("fence.proxy.async.global;" ::: "memory");

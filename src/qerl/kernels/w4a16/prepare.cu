@@ -58,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         if (SLICES > 0) {
             publish_for_copies();
+            __syncthreads();  // a block's first thread to say that the product may start says so for all of them
             launch_dependents();
         }
         return;
