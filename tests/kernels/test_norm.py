@@ -88,3 +88,17 @@ def test_the_kernel_compiles(gains, capability, monkeypatch):
     x, delta, gain, index = problem(8, 3584, gains)
     (compiled,) = compile_launches(capability, monkeypatch, lambda: add_rms_norm_bf16_(x, delta, gain, EPS, index))
     assert "st.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_in_a_graph_the_kernel_waits_for_a_copy():
+    """The launch may overlap what is before it; that is no kernel here, so it has to be over."""
+    sources = torch.randn(20, 2048, 4096, device="cuda").bfloat16()
+    gain, x, graph = torch.ones(4096, device="cuda"), torch.zeros_like(sources[0]), torch.cuda.CUDAGraph()
+    expected = [add_rms_norm_(source, None, gain, EPS) for source in sources]
+    with torch.cuda.graph(graph):
+        found = [add_rms_norm_(x.copy_(source), None, gain, EPS) for source in sources]  # 16 MB: a node of its own
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_runs import DEVICES, needs_triton, outer_run, run_interpreted
+from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
 from qerl.kernels.slots import Progress
 from qerl.kernels.slots.reference import advance_reference_, locate_reference
@@ -63,3 +63,19 @@ def test_the_kernels_are_the_reference(b, eos, device):
 @outer_run
 def test_in_tritons_interpreter():
     run_interpreted(__file__)
+
+
+@needs_triton
+@outer_run
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_kernels_compile(capability, monkeypatch):
+    from qerl.kernels.slots.fused import advance_fused_, locate_fused
+
+    state = progress([1] * 40, limits=[5] * 40, ended=[False] * 40)
+    drawn = (torch.zeros(40, dtype=torch.int64), *torch.rand(2, 40))
+
+    def launches() -> None:
+        locate_fused(torch.zeros(40, 9, dtype=torch.int64), state.positions, 16)
+        advance_fused_(state, *drawn, torch.tensor([3, 9]))
+
+    assert len(compile_launches(capability, monkeypatch, launches)) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ DEVICES = [
     ),
 ]
 CAPABILITIES = (80, 90, 120)
+_MEMORY = re.compile(r"\b(LDG|STG|LDGSTS|LD|ST|ATOMG?|REDG?|UBLKCP)\b")
 SHARED_MEMORY = 99 << 10
 """Bytes that a block can have on the GPUs that have least (8.6, 8.9, 12.0)."""
 
@@ -41,7 +43,10 @@ def run_interpreted(path: str) -> None:
 
 
 def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> list[Any]:
-    """Compile what `call` launches (on CPU tensors) for a compute capability: the kernels, not run."""
+    """Compile what `call` launches (on CPU tensors) for a compute capability: the kernels, not run.
+
+    From 9.0 on those of overlap.py are compiled to overlap, and must wait before they touch memory.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -59,10 +64,21 @@ def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Cal
     compiled, run = [], JITFunction.run
 
     def warm_up(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        overlaps = "OVERLAP" in kwargs and capability >= 90
+        if overlaps:
+            kwargs |= {"OVERLAP": True, "launch_pdl": True}
         compiled.append(run(self, *args, warmup=True, **kwargs))
+        if overlaps:
+            check_waits_first(compiled[-1].asm["sass"])
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "_active", Absent())
         patch.setattr(JITFunction, "run", warm_up)
         call()
     return compiled
+
+
+def check_waits_first(machine_code: str) -> None:
+    """Nothing is read from memory, or written, before the wait for the kernel before (ACQBULK)."""
+    before, _, after = machine_code.partition("ACQBULK")
+    assert _MEMORY.search(after) and not _MEMORY.search(before), machine_code
