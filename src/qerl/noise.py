@@ -104,8 +104,10 @@ class NoiseDraw:
             return prompt_stream(prompt)
         return completion_stream(prompt, sample)
 
-    def rows(self, site: int, streams: Int64[Tensor, " streams"], size: int) -> Float32[Tensor, "streams size"]:
-        """sigma * Z of one norm, on the device of `streams`. A row depends on its own stream alone."""
+    def rows(
+        self, site: Int64[Tensor, " streams"] | int, streams: Int64[Tensor, " streams"], size: int
+    ) -> Float32[Tensor, "streams size"]:
+        """sigma * Z of one norm, or of a norm for each stream. A row depends on its own stream and norm alone."""
         if self.sigma == 0:
             return torch.zeros(len(streams), size, device=streams.device)
         key = philox.fold(_KEY_DOMAIN, self.seed, self.step)
@@ -168,12 +170,28 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
     return norm
 
 
+_ROWS_AT_ONCE = 128
+"""Rows drawn by the same launches, a hundred or two: with 5,120 numbers each, they need 8 MB besides themselves."""
+
+
 def site_rows(
-    draw: NoiseDraw, number: int, site: NoiseSite, streams: Int64[Tensor, " streams"]
-) -> Float32[Tensor, "streams size"]:
-    """What is added to a site's weight: sigma * Z or, where the weight has been divided by s, sigma * Z / s."""
-    rows, fold = draw.rows(number, streams, site.weight.numel()), norm_fold(site)
-    return rows if fold is None else rows / fold
+    draw: NoiseDraw, sites: Sequence[NoiseSite], streams: Int64[Tensor, " streams"]
+) -> Float32[Tensor, "sites streams size"]:
+    """What is added to each site's weight: sigma * Z or, where the weight has been divided by s, sigma * Z / s.
+
+    sites: all of a model, in order, on the device of `streams`.
+    """
+    (size,) = {site.weight.numel() for site in sites}
+    at_once = max(1, _ROWS_AT_ONCE // len(streams))
+    turns = [
+        torch.arange(i, min(i + at_once, len(sites)), device=streams.device) for i in range(0, len(sites), at_once)
+    ]
+    drawn = [draw.rows(n.repeat_interleave(len(streams)), streams.repeat(len(n)), size) for n in turns]
+    rows = torch.cat(drawn).view(len(sites), len(streams), size)
+    for of_site, fold in zip(rows, map(norm_fold, sites), strict=True):
+        if fold is not None:
+            of_site /= fold
+    return rows
 
 
 def norm_fold(norm: Any) -> Float32[Tensor, " size"] | None:
@@ -217,9 +235,9 @@ def applied(
         yield
         return
     try:
-        for number, site in enumerate(sites):
-            on_device = torch.as_tensor(streams, dtype=torch.int64, device=site.weight.device)
-            site.noise = NoiseRows(site_rows(draw, number, site, on_device), index)
+        on_device = torch.as_tensor(streams, dtype=torch.int64, device=sites[0].weight.device)
+        for site, rows in zip(sites, site_rows(draw, sites, on_device), strict=True):
+            site.noise = NoiseRows(rows, index)
         yield
     finally:
         for site in sites:

@@ -95,7 +95,11 @@ def uniform(
 
 
 def normal(
-    key: Int64[Tensor, " rows"] | int, counter: Int64[Tensor, " rows"], size: int, *, site: int = 0
+    key: Int64[Tensor, " rows"] | int,
+    counter: Int64[Tensor, " rows"],
+    size: int,
+    *,
+    site: Int64[Tensor, " rows"] | int = 0,
 ) -> Float32[Tensor, "rows size"]:
     """Standard normal numbers by Box-Muller in fp32; |z| <= sqrt(48 ln 2) = 5.77."""
     u0, u1, u2, u3 = (_unit(lane) for lane in _bits(key, counter, size, site))
@@ -122,12 +126,12 @@ def gumbel(
     return _interleave(lanes, size)
 
 
-def _bits(key: Tensor | int, counter: Tensor, size: int, site: int) -> Words:
+def _bits(key: Tensor | int, counter: Tensor, size: int, site: Tensor | int) -> Words:
     """The four lanes, each [rows, ceil(size / 4)]."""
     key = key.unsqueeze(1) if isinstance(key, Tensor) else key
     counter = counter.unsqueeze(1)
     blocks = torch.arange((size + 3) // 4, device=counter.device)
-    site_word = blocks.new_full((), site)
+    site_word = site.unsqueeze(1) if isinstance(site, Tensor) else blocks.new_full((), site)
     words = (blocks, site_word, counter & _MASK32, (counter >> 32) & _MASK32)
     return philox4x32(words, (key & _MASK32, (key >> 32) & _MASK32))
 

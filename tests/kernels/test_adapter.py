@@ -43,17 +43,16 @@ def test_factors_lie_where_the_tiles_rows_are_and_zeros_pad(largest, padded):
     assert torch.equal(adapter.a.float(), a) and torch.equal(adapter.b.float().transpose(0, 1).flatten(1), b)
 
 
-def test_an_update_is_in_place_and_leaves_nothing_of_the_old():
+@pytest.mark.parametrize("ranks", [(32, 32, 8), (4, None, 16), (17, 20, 64), (16, 48, 1)])
+def test_copies_bring_new_factors_to_where_the_old_ones_are(ranks):
     w = weight()
-    adapter = pack_adapter(w, factors(32, 32, 8))
+    adapter = pack_adapter(w, factors(*ranks))
     addresses = [t.data_ptr() for t in adapter]
-    for ranks in ((32, None, 16), (4, 20, None), (None, None, None), (17, 17, 17)):
-        new = factors(*ranks, seed=sum(r or 0 for r in ranks))
-        adapter.update_(w, new)
-        assert [t.data_ptr() for t in adapter] == addresses
-        zeros = [(torch.zeros(32, K), torch.zeros(n, 32), 0.0) for n in ROWS]
-        fresh = pack_adapter(w, [e or z for e, z in zip(new, zeros, strict=True)])
-        assert same(adapter, fresh)
+    new = factors(*ranks, seed=5)
+    for to, of_new in adapter.copies(w, new):
+        assert to.shape == of_new.shape
+        to.copy_(of_new)
+    assert [t.data_ptr() for t in adapter] == addresses and same(adapter, pack_adapter(w, new))
 
 
 def test_trained_factors_leave_no_graph():
@@ -61,7 +60,6 @@ def test_trained_factors_leave_no_graph():
     for a, b, _ in entries:
         a.requires_grad_(), b.requires_grad_()
     adapter = pack_adapter(weight(), entries)
-    adapter.update_(weight(), entries)
     assert not any(t.requires_grad for t in adapter)
 
 
@@ -85,9 +83,3 @@ def test_another_dtype_keeps_the_masters():
 def test_what_does_not_fit_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         pack_adapter(weight(), entries)
-
-
-def test_an_update_of_a_higher_rank_is_refused():
-    w = weight()
-    with pytest.raises(ValueError, match="rank 33 does not fit into one packed for rank 32: pack it anew"):
-        pack_adapter(w, factors(8, 8, 8)).update_(w, factors(33, 8, 8))

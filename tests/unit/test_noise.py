@@ -30,6 +30,7 @@ from qerl.noise import (
     noise_sites,
     prompt_stream,
     relative_noise,
+    site_rows,
 )
 
 
@@ -249,6 +250,17 @@ def test_one_call_equals_row_by_row():
     assert together.dtype == torch.float32
 
 
+@pytest.mark.parametrize("num_streams", [1, 3, 100, 300])
+def test_all_sites_at_once_have_what_each_has_alone(num_streams):
+    """However many fit into one turn; a folded weight takes its share."""
+    draw, streams = NoiseDraw(1, 2, sigma=0.5, per="completion"), torch.arange(num_streams) * 7
+    sites = [Norm(26) for _ in range(5)]
+    sites[3].fold = torch.linspace(0.5, 4.0, 26)
+    alone = [draw.rows(i, streams, 26) for i in range(5)]
+    alone[3] = alone[3] / sites[3].fold
+    assert torch.equal(site_rows(draw, sites, streams), torch.stack(alone))
+
+
 def test_sigma_only_scales():
     streams = torch.tensor([7])
     assert torch.equal(NoiseDraw(0, 0, 0.5).rows(0, streams, 64), 0.5 * NoiseDraw(0, 0, 1.0).rows(0, streams, 64))
@@ -415,14 +427,12 @@ def test_noise_is_cleared_after_an_exception_inside():
     assert all(site.noise is None for site in noise_sites(model))
 
 
-def test_noise_is_cleared_when_applying_it_fails_half_way(monkeypatch):
+def test_norms_are_clean_when_drawing_fails():
     model = tiny_model()
 
     class Failing(NoiseDraw):
         def rows(self, site, streams, size):
-            if site == 3:
-                raise MemoryError
-            return super().rows(site, streams, size)
+            raise MemoryError
 
     with pytest.raises(MemoryError), applied(model, Failing(0, 0, 0.1)):
         pass

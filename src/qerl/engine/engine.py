@@ -38,8 +38,7 @@ from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
 from qerl.kernels.attention import HEAD_DIMS
-from qerl.nn.lora import is_lora, lora_factors
-from qerl.nn.structure import decoder_layers, max_positions
+from qerl.nn.structure import max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
 
@@ -91,7 +90,7 @@ class PagedEngine:
     def __init__(
         self, model: nn.Module, *, eos_ids: Sequence[int], config: RolloutConfig, max_prompt_length: int | None = None
     ) -> None:
-        self._model, self._eos_ids, self._config = model, list(eos_ids), config
+        self._eos_ids, self._config = list(eos_ids), config
         self._window, self._max_positions = sliding_window(model), max_positions(model)
         with torch.inference_mode():
             self._decoder = decoder = Decoder(
@@ -120,7 +119,6 @@ class PagedEngine:
         """See `Engine.sync`."""
         decoder = self._decoder
         largest_b, num_noised = decoder.sync(draw)
-        self._adapters = _adapter_sizes(self._model)
         tokens = probe_tokens(decoder.vocab_size, decoder.device)
         positions = torch.arange(len(tokens), device=decoder.device)
 
@@ -216,7 +214,8 @@ class PagedEngine:
             self._sizes = sizes
         if self._cache is None:
             self._cache = self._new_cache()
-        captured = (astuple(sampling), self._decoder.norms.per_slot, self._adapters)
+        ranks = [projection.ranks for projection in self._decoder.projections]
+        captured = (astuple(sampling), self._decoder.norms.per_slot, ranks)
         if self._runner is None or captured != self._captured:
             self._runner = None  # before the next one takes memory
             self._runner = Runner(
@@ -310,10 +309,3 @@ def _check_has_kernel(dtype: torch.dtype, head_dim: int) -> None:
             f"rollout.batch_invariant on a GPU needs bfloat16 and heads of {HEAD_DIMS}, the model has {dtype} and "
             f'heads of {head_dim}: set model.dtype = "bfloat16", or rollout.batch_invariant = false'
         )
-
-
-def _adapter_sizes(model: nn.Module) -> list[tuple[int, float] | None]:
-    """Rank and scaling of every adapter: what a captured step holds of them beside addresses (projection.py)."""
-    layers = decoder_layers(model)
-    factors = [lora_factors(m) for layer in layers for m in layer.modules() if is_lora(m)]
-    return [None if f is None else (f.a.shape[0], f.scaling) for f in factors]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from qerl.engine.attention import Attention
 from qerl.engine.blocks import in_blocks
 from qerl.engine.norms import Gains, NormBuffers
-from qerl.engine.projection import Projection, base_linear
+from qerl.engine.projection import Projection, base_linear, sync
 from qerl.formats.nvfp4 import quantize
 from qerl.kernels.activation import swiglu
 from qerl.kernels.layout import pack
@@ -106,8 +106,7 @@ class Decoder:
 
     def sync(self, draw: NoiseDraw | None) -> tuple[Float32[Tensor, " adapters"], int]:
         """Copy adapters and norms from the model; the largest |B| of each adapter, the number of noisy vectors."""
-        largest = [b for projection in self.projections for b in projection.sync()]
-        return torch.stack(largest) if largest else torch.zeros(0), self.norms.sync(draw)
+        return sync(self.projections), self.norms.sync(draw)
 
     def forward(
         self,

@@ -56,9 +56,9 @@ class NormBuffers:
         With one Z a prompt or a completion, `shared` holds that of prompt 0, as a specimen for the probe.
         """
         self.draw = draw
-        self.clean.copy_(torch.stack([_vector(module) for module in self._sites]))
-        for buffer, module in zip(self.others, self._others, strict=True):
-            buffer.copy_(_vector(module))
+        torch.stack([_vector(module) for module in self._sites], out=self.clean)
+        vectors = [_vector(module) for module in self._others]
+        torch._foreach_copy_(self.others, vectors)  # pyright: ignore[reportPrivateImportUsage]
         self.shared.copy_(self.gains([self.stream(0)], draw))
         return int((self.shared[:, 0] != self.clean).any(-1).sum())
 
@@ -73,8 +73,7 @@ class NormBuffers:
         if draw is None or draw.sigma == 0:
             return clean
         on_device = torch.tensor(streams, dtype=torch.int64, device=clean.device)
-        rows = [site_rows(draw, i, running_norm(module), on_device) for i, module in enumerate(self._sites)]
-        return clean + torch.stack(rows)
+        return clean + site_rows(draw, [running_norm(module) for module in self._sites], on_device)
 
 
 def _vector(module: Any) -> Float32[Tensor, " h"]:

@@ -19,7 +19,8 @@ Called by model.py. Leaves out all adapters but LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -34,7 +35,7 @@ from qerl.kernels.layout import PackedWeight
 from qerl.kernels.lora import Expansion, add_expanded_
 from qerl.kernels.w4a16 import w4a16
 from qerl.nn.linear import PackedLinear
-from qerl.nn.lora import lora_factors
+from qerl.nn.lora import LoraFactors, lora_factors
 
 Weight = PackedWeight | list[CodedWeight] | Tensor
 
@@ -51,6 +52,7 @@ class Projection:
         self._products = _fuse(self._bases)
         self._packed = _packed_whole(self._products)
         self._ranks: list[int] = []
+        self._scalings: list[float] = []
         self._within: PackedAdapter | None = None
         self._beside: _Beside | None = None
 
@@ -78,24 +80,51 @@ class Projection:
         """The trainer's tensors that the products read."""
         return [weight for weight, _ in self._products]
 
-    @torch.no_grad()
-    def sync(self) -> list[Float32[Tensor, ""]]:
-        """Copy the adapters that the trainer's linears apply now, in place while ranks stay; each one's largest |B|."""
-        factors = [lora_factors(linear) for linear in self._linears]
+    @property
+    def ranks(self) -> list[int]:
+        """Of the adapters, a linear each; 0: none. While they stay, `sync` writes to where it did before."""
+        return self._ranks
+
+    def _copies(self, factors: Sequence[LoraFactors | None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(to, from) of what makes these the adapters, which get new memory where their ranks are new."""
         entries: list[Factors | None] = [None if f is None else (f.a, f.b, f.scaling) for f in factors]
         ranks = [0 if f is None else f.a.shape[0] for f in factors]
         if ranks != self._ranks:
-            self._ranks, self._within, self._beside = ranks, None, None
+            self._ranks, self._scalings, self._within, self._beside = ranks, [], None, None
             if self._packed is not None and 0 < max(ranks) <= MAX_RANK:
                 self._within = pack_adapter(self._packed, entries, self._dtype)
             elif any(ranks):
                 self._beside = _Beside(self._bases, ranks, self._dtype)
+        scalings = [0.0 if f is None else f.scaling for f in factors]
+        holder = self._within or self._beside
+        if holder is not None and scalings != self._scalings:
+            self._scalings = scalings
+            holder.scaling.copy_(torch.tensor(scalings))
         if self._within is not None:
             assert self._packed is not None
-            self._within.update_(self._packed, entries)
+            yield from self._within.copies(self._packed, entries)
         if self._beside is not None:
-            self._beside.update_(entries)
-        return [f.b.detach().abs().amax() for f in factors if f is not None]
+            yield from self._beside.copies(entries)
+
+
+@torch.no_grad()
+def sync(projections: Sequence[Projection]) -> Float32[Tensor, " adapters"]:
+    """Copy the adapters that the trainer's linears apply now, in place while ranks stay; each one's largest |B|.
+
+    Of a model's some hundred small tensors each would take longer to launch than to copy: they are copied together.
+    """
+    factors = [[lora_factors(linear) for linear in projection._linears] for projection in projections]
+    pairs = [pair for p, of_p in zip(projections, factors, strict=True) for pair in p._copies(of_p)]
+    # What lies alike in memory is one launch for dozens of tensors; the rest, B in slices of ranks, is one each.
+    for alike in (True, False):
+        some = [(to, new) for to, new in pairs if (to.stride() == new.stride()) == alike]
+        if some:
+            to, new = zip(*some, strict=True)
+            torch._foreach_copy_(to, new)  # pyright: ignore[reportPrivateImportUsage]
+    bs = [f.b for of_p in factors for f in of_p if f is not None]
+    if not bs:
+        return torch.zeros(0)
+    return torch.stack(torch._foreach_norm(bs, math.inf)).float()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Beside:
@@ -107,15 +136,18 @@ class _Beside:
         self._expansion = Expansion.empty([base.out_features for base in bases], ranks, dtype, device)
         self._inner: Float[Tensor, "*batch ranks"] | None = None
 
-    def update_(self, factors: Sequence[Factors | None]) -> None:
-        """Copy new values to where the old ones are."""
+    @property
+    def scaling(self) -> Float32[Tensor, " parts"]:
+        """Of the parts."""
+        return self._expansion.scaling
+
+    def copies(self, factors: Sequence[Factors | None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(to, from) of what makes these the adapters; ranks are as they were."""
         sizes, ranks = self._expansion.sizes, self._expansion.ranks
-        rows = zip(self._a.split(ranks), self._expansion.b.split(sizes), factors, strict=True)
-        for a, b, f in rows:
+        for a, b, f in zip(self._a.split(ranks), self._expansion.b.split(sizes), factors, strict=True):
             if f is not None:
-                a.copy_(f[0])
-                b[:, : len(a)] = f[1]
-        self._expansion.scaling.copy_(torch.tensor([0.0 if f is None else f[2] for f in factors]))
+                yield a, f[0]
+                yield b[:, : len(a)], f[1]
 
     def begin(self, x: Float[Tensor, "*batch k"]) -> None:
         """Start x A^T; on a GPU on a stream of its own, so that it runs while the base's product does."""

@@ -5,16 +5,16 @@
 Contract: A is padded to the weight's padded K, B to its padded rows, so that a kernel's tiles of A, B and W have the
 same bounds; all ranks are padded to one multiple of 32. B is kept in slices of 16 ranks, the k of one tensor core
 instruction, so that a tile's share of a slice is contiguous: one bulk copy. What pads is zero and adds nothing.
-Factors are rounded once, to the dtype of the activations (bf16 for the kernels). `update_` writes new values into the
-same memory: a CUDA graph that was captured with an adapter sees them. `scaling` is a tensor for the same reason: zero
-turns a part off.
+Factors are rounded once, to the dtype of the activations (bf16 for the kernels). New ones go into the same memory,
+`copies` says where: a CUDA graph that was captured with an adapter sees them. So `scaling` is a tensor, too: zero turns
+a part off.
 
 Called by the engine; kernels/w4a16 has the product. Leaves out gradients: trained factors go through nn/lora.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,38 +45,35 @@ class PackedAdapter(NamedTuple):
         """B of one of the weight's parts as a matrix, a copy."""
         return self.b[:, part.start : part.start + part.rows].transpose(0, 1).flatten(1)
 
-    @torch.no_grad()
-    def update_(self, weight: PackedWeight, factors: Sequence[Factors | None]) -> None:
-        """Take over new factors, in place. `weight` is the one that it was packed for.
+    def copies(self, weight: PackedWeight, factors: Sequence[Factors | None]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(to, from) of what has to be copied so that A and B are those of new factors, in place.
 
-        ValueError: not one entry a part, shapes that are not the part's, or a rank beyond the one packed for.
+        `weight` is the one that this was packed for, and ranks are as they were. ValueError: not one entry a part, or
+        shapes that are not the part's.
         """
         _check(weight, factors)
-        rank, columns = self.a.shape[1], weight.columns
-        if (needed := _largest_rank(factors)) > rank:
-            raise ValueError(f"an adapter of rank {needed} does not fit into one packed for rank {rank}: pack it anew")
-        for i, (part, entry) in enumerate(zip(weight.parts, factors, strict=True)):
-            a, b = self.a[i], self.b[:, part.start : part.start + part.rows]
-            r = 0 if entry is None else entry[0].shape[0]
-            if entry is not None:
-                a[:r, :columns].copy_(entry[0])
-                padded = torch.nn.functional.pad(entry[1], (0, rank - r))
-                b.copy_(padded.unflatten(1, (-1, SLICE)).transpose(0, 1))
-            else:
-                b.zero_()
-            a[r:].zero_()
-            self.scaling[i].fill_(0.0 if entry is None else entry[2])
+        for part, of_part, entry in zip(weight.parts, self.a, factors, strict=True):
+            if entry is None:
+                continue
+            a, b, _ = entry
+            rows, slices, rest = self.b[:, part.start : part.start + part.rows], len(a) // SLICE, len(a) % SLICE
+            yield of_part[: len(a), : weight.columns], a
+            if slices:
+                yield rows[:slices], b[:, : slices * SLICE].unflatten(1, (slices, SLICE)).transpose(0, 1)
+            if rest:
+                yield rows[slices, :, :rest], b[:, slices * SLICE :]
 
 
+@torch.no_grad()
 def pack_adapter(
     weight: PackedWeight, factors: Sequence[Factors | None], dtype: torch.dtype = torch.bfloat16
 ) -> PackedAdapter:
     """Bring the factors of `weight`'s parts (None: a part without any) into one adapter on the weight's device.
 
-    ValueError: as `update_` says, no factors at all, or a rank above 64.
+    ValueError: as `copies` says, no factors at all, or a rank above 64.
     """
     _check(weight, factors)
-    largest = _largest_rank(factors)
+    largest = max((entry[0].shape[0] for entry in factors if entry is not None), default=0)
     if largest == 0:
         raise ValueError("no part has LoRA factors: leave the adapter out")
     if largest > MAX_RANK:
@@ -88,13 +85,11 @@ def pack_adapter(
     rows, columns = weight.padded_shape
     a = torch.zeros(len(weight.parts), rank, columns, dtype=dtype, device=weight.device)
     b = torch.zeros(rank // SLICE, rows, SLICE, dtype=dtype, device=weight.device)
-    adapter = PackedAdapter(a, b, torch.zeros(len(weight.parts), device=weight.device))
-    adapter.update_(weight, factors)
+    scaling = torch.tensor([0.0 if entry is None else entry[2] for entry in factors], device=weight.device)
+    adapter = PackedAdapter(a, b, scaling)
+    for to, new in adapter.copies(weight, factors):
+        to.copy_(new)
     return adapter
-
-
-def _largest_rank(factors: Sequence[Factors | None]) -> int:
-    return max((entry[0].shape[0] for entry in factors if entry is not None), default=0)
 
 
 def _check(weight: PackedWeight, factors: Sequence[Factors | None]) -> None:

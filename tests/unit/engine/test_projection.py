@@ -6,10 +6,12 @@ import pytest
 import torch
 from tiny_policies import policy, scatter_adapters
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qerl.engine.projection as projection
 from qerl.config import LoraConfig
-from qerl.engine.projection import Projection, base_linear
+from qerl.engine.model import Decoder
+from qerl.engine.projection import Projection, base_linear, sync
 from qerl.kernels.adapter import PackedAdapter
 from qerl.nn.lora import attach_lora, lora_factors
 from qerl.nn.structure import decoder_layers
@@ -52,7 +54,7 @@ def check(fused: Projection, linears: list[nn.Module], gain: float = 1.0) -> Non
 def test_one_product_takes_its_adapters_in(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = qkv(policy("qwen2"))
     seen, fused = products(monkeypatch), Projection(linears, torch.float32)
-    fused.sync()
+    sync([fused])
     check(fused, linears)
     assert len(seen) == 1 and isinstance(seen[0], PackedAdapter)
 
@@ -60,21 +62,39 @@ def test_one_product_takes_its_adapters_in(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_sync_writes_into_the_memory_that_graphs_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy("qwen2")
     linears, fused = qkv(model), Projection(qkv(model), torch.float32)
-    fused.sync()
+    sync([fused])
     addresses = [t.data_ptr() for t in fused._within]
     scatter_adapters(model)
     linears[0].scaling["default"] = 0.25
-    largest = fused.sync()
+    largest = sync([fused])
     assert [t.data_ptr() for t in fused._within] == addresses
     check(fused, linears)
-    assert torch.equal(torch.stack(largest), torch.stack([lora_factors(m).b.abs().max() for m in linears]))
+    assert torch.equal(largest, torch.stack([lora_factors(m).b.abs().max() for m in linears]))
+
+
+def test_a_sync_takes_as_many_operations_for_a_model_as_for_a_layer() -> None:
+    """Each costs a GPU some microseconds, and a model has hundreds of adapters."""
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    decoder = Decoder(policy("qwen2"))
+    decoder.sync(None)
+    for projections in (decoder.projections[:1], decoder.projections):
+        names: list[str] = []
+        with Writes():
+            sync(projections)
+        changes = [name for name in names if "copy" in name or "norm" in name or name in ("stack", "abs", "fill_")]
+        assert changes == ["_foreach_copy_", "_foreach_copy_", "_foreach_norm", "stack"]
 
 
 @pytest.mark.parametrize("gain", [0.0, 1e6])
 def test_a_gain_lasts_for_one_call(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     linears = qkv(policy("qwen2"))
     seen, fused = products(monkeypatch), Projection(linears, torch.float32)
-    fused.sync()
+    sync([fused])
     before = fused(X)
     check(fused, linears, gain)
     after = fused(X)
@@ -85,18 +105,18 @@ def test_a_gain_lasts_for_one_call(gain: float, monkeypatch: pytest.MonkeyPatch)
 def test_adapters_come_go_and_change_their_rank() -> None:
     model = policy("llama", lora=False)
     bare = Projection(qkv(model), torch.float32)
-    assert bare.sync() == []
+    assert len(sync([bare])) == 0
     check(bare, qkv(model))
     adapted = attach_lora(model, LoraConfig(r=5, target_modules=["q_proj", "v_proj"]), seed=1)
     scatter_adapters(adapted)
     linears = qkv(adapted)
     fused = Projection(linears, torch.float32)
-    assert len(fused.sync()) == 2
+    assert len(sync([fused])) == 2
     check(fused, linears)
     with adapted.disable_adapter():
-        assert fused.sync() == []
+        assert len(sync([fused])) == 0
         check(fused, linears)
-    fused.sync()
+    sync([fused])
     check(fused, linears)
 
 
@@ -109,7 +129,7 @@ def test_coded_weights_are_one_product(format: str, monkeypatch: pytest.MonkeyPa
     fused = Projection(linears, torch.float32)
     (weights,) = fused.weights
     assert all(w is base_linear(linear).packed for w, linear in zip(weights, linears, strict=True))
-    fused.sync()
+    sync([fused])
     check(fused, linears)
     assert len(calls) == 1
     check(fused, linears, gain=3.0)
@@ -125,7 +145,7 @@ def test_what_no_product_takes_in_is_added_beside(why: str, monkeypatch: pytest.
     linears = qkv(model)[:: -1 if why == "several" else 1]  # q, k, v is one packed weight; v, k, q is not
     seen, fused = products(monkeypatch), Projection(linears, torch.float32)
     for _ in range(2):
-        fused.sync()
+        sync([fused])
         check(fused, linears)
         check(fused, linears, gain=0.0)
         check(fused, linears, gain=3.0)
@@ -137,7 +157,7 @@ def test_the_sum_of_a_packed_product_is_rounded_once() -> None:
     """bf16: the nearest number to the sum over the rounded x, A, u and B."""
     linears = qkv(policy("qwen2", dtype=torch.bfloat16))
     fused = Projection(linears, torch.bfloat16)
-    fused.sync()
+    sync([fused])
     x = X.bfloat16()
     for got, linear in zip(fused(x), linears, strict=True):
         factors, base = lora_factors(linear), base_linear(linear)
