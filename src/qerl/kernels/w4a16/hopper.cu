@@ -33,7 +33,7 @@
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int WARPS = 4 * WARPGROUPS, CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128;
+constexpr int WARPS = 4 * WARPGROUPS, CONSUMERS = 32 * WARPS;
 constexpr int PANELS = WARPGROUPS / 2;
 constexpr int PIECES = TOKENS / 8;  // of four sums a thread: 16 rows x 8 tokens a warp
 constexpr int CHUNKS = 2, X_BYTES = CHUNKS * TOKENS * 128, W_BYTES = CHUNKS * TILE_BYTES;
