@@ -68,6 +68,8 @@ class _PackedConfig(QuantizationConfigMixin):
     def __init__(self, scale: str = "sweep", keep: Sequence[str] = ()) -> None:
         if scale not in ("sweep", "amax"):
             raise ValueError(f"{type(self).__name__}: scale = {scale!r}: choose sweep or amax")
+        if isinstance(keep, str):
+            raise ValueError(f"{type(self).__name__}: keep = {keep!r}: give a list of patterns, [{keep!r}]")
         self.quant_method: Any = f"qerl_{self.format}"
         self.scale: Scale = cast(Scale, scale)
         self.keep = list(keep)
@@ -80,8 +82,9 @@ class _PackedConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The inverse of `to_dict`, up to `scale` and `keep`, which a packed folder does not need."""
-        config = cls()
+        """The inverse of `to_dict`, up to `scale` and `keep`, which a packed folder does not need; or the arguments."""
+        given = dict(config_dict)
+        config = cls(**given) if given.pop("quant_method", None) == f"qerl_{cls.format}" else cls()
         config.ignore = list(config_dict.get("ignore") or [])
         return (config, kwargs) if return_unused_kwargs else config
 
@@ -200,7 +203,7 @@ class PackedQuantizer(HfQuantizer):
         """Dense weights on their device whose group is not complete yet."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """ValueError for a device map that leaves some layers on the CPU or the disk."""
+        """ValueError for a device map that leaves some layers on the CPU, the disk or nowhere."""
         if isinstance(device_map, dict):
             kinds = {place if place == "disk" else torch.device(place).type for place in device_map.values()}
             if "disk" in kinds or len(kinds) > 1:
@@ -208,6 +211,8 @@ class PackedQuantizer(HfQuantizer):
                     f"device_map spreads the model over {', '.join(sorted(kinds))}: packed weights run where they are, "
                     "so all layers must be on GPUs, or all on the CPU"
                 )
+            if "meta" in kinds:
+                raise ValueError('device_map is "meta", where there are no weights to pack: take a device')
         _check_version()
 
     # ------------------------------------------------------------------ loading

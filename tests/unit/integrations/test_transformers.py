@@ -128,6 +128,10 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         loaded(config=qerl.NVFP4Config(keep=["nothing"]))
     with pytest.raises(ValueError, match="choose sweep or amax"):
         qerl.NVFP4Config(scale="best")
+    with pytest.raises(ValueError, match="give a list of patterns"):
+        qerl.NVFP4Config(keep=KEEP)
+    with pytest.raises(ValueError, match='device_map is "meta"'):
+        loaded(device_map="meta")
     with pytest.raises(ValueError, match=r"device_map spreads the model over cpu, disk"):
         loaded(device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
     config = json.loads((EMBEDDED / "config.json").read_text())
@@ -136,6 +140,14 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     (tmp_path / "model.safetensors").symlink_to(EMBEDDED / "model.safetensors")
     with pytest.raises(ValueError, match="packed by modelopt: qerl"):
         loaded(tmp_path)
+
+
+def test_a_config_may_be_a_dict():
+    settings = {"scale": "amax", "keep": [KEEP]}
+    config = AutoQuantizationConfig.from_dict({"quant_method": "qerl_mxfp4", **settings})
+    assert type(config) is qerl.MXFP4Config and (config.scale, config.keep) == ("amax", [KEEP])
+    with pytest.raises(TypeError, match="kepe"):
+        AutoQuantizationConfig.from_dict({"quant_method": "qerl_mxfp4", "kepe": [KEEP]})
 
 
 def test_scales_that_no_quantiser_writes_are_refused(packed, tmp_path):

@@ -148,6 +148,26 @@ def test_plain_models_and_plain_prompts_are_sampled_under_noise_too(tmp_path, en
     assert run.state.log_history[1]["noise/vectors"] == 8
 
 
+def test_a_rollout_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, caplog):
+    rollout = EngineRollout(noise=STRONG)
+    run = trainer(tmp_path, rollout, vllm_importance_sampling_mode="sequence_mask")
+    norms = [layer.input_layernorm for layer in decoder_layers(run.model)]
+    generate = PagedEngine.generate
+
+    def failing(engine, *of):
+        completions = generate(engine, *of)
+        if run.state.global_step == 1:
+            raise RuntimeError("the second rollout")
+        return completions
+
+    monkeypatch.setattr(PagedEngine, "generate", failing)
+    with pytest.raises(RuntimeError, match="the second rollout"):
+        run.train()
+    assert isinstance(rollout.engine, PagedEngine) and rollout.engine._cache is None
+    assert [layer.input_layernorm for layer in decoder_layers(run.model)] == norms
+    assert "'sequence_mask' weighs a completion by the product" in caplog.text
+
+
 def test_without_correction_the_trainer_is_left_as_it_is(tmp_path):
     run = trainer(tmp_path, EngineRollout(noise=STRONG), vllm_importance_sampling_correction=False, top_p=0.9)
     run.train()
@@ -160,12 +180,18 @@ def test_what_the_engine_does_not_compute_is_refused(tmp_path, monkeypatch):
         "top_p": (0.9, r"top_p, top_k or min_p: log-probabilities are those before truncation"),
         "repetition_penalty": (1.1, r"repetition_penalty: the engine has none"),
         "tools": ([len], r"tools: the engine samples a single turn"),
+        "max_completion_length": (None, r"max_completion_length=None: the engine needs a length"),
+        "temperature": (0.0, r"temperature=0\.0: the engine divides by it"),
         "is_fsdp_enabled": (True, r"FSDP or DeepSpeed: the engine reads whole weights"),
     }
     for name, (value, message) in refused.items():
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
             patch.setattr(run, name, value)
             run.rollout_func([row["prompt"] for row in CHAT], run)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"vespo.: it needs .*token_truncate"):
+        patch.setattr(run, "loss_type", "vespo")
+        patch.setattr(run, "vllm_importance_sampling_mode", "sequence_mask")
+        run.rollout_func([row["prompt"] for row in CHAT], run)
     run.args.generation_kwargs = {"no_repeat_ngram_size": 2}
     with pytest.raises(ValueError, match=r"generation_kwargs: .* leave them out"):
         run.rollout_func([row["prompt"] for row in CHAT], run)

@@ -20,6 +20,7 @@ compute (penalties, tools, images) or the weights would not undo (a truncated di
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import metadata
@@ -41,6 +42,8 @@ ROLLOUT_VERSIONS = ">=1.16,<1.17"
 _THE_TRAINERS = {
     "temperature", "top_p", "top_k", "min_p", "max_completion_length", "num_generations", "prompts_per_step",
 }  # fmt: skip
+logger = logging.getLogger(__name__)
+
 _SAMPLING_KEY = 0x74726C  # "trl": no sampling key is one of qerl's own trainer
 
 
@@ -80,12 +83,14 @@ class EngineRollout:
         draw = self._draw()
         prompt_ids: list[list[int]] = trainer._tokenize_prompts(list(prompts))[0]
         requests = self._requests(prompt_ids)
-        engine.wake()
-        # The slow engine runs the model's own norms, which need a place for noise.
-        with nullcontext() if draw is None else stand_ins(self._places):
-            self._log(draw, engine.sync(draw))
-            groups = engine.generate(requests, self._sampling)
-        engine.sleep()
+        try:
+            engine.wake()
+            # The slow engine runs the model's own norms, which need a place for noise.
+            with nullcontext() if draw is None else stand_ins(self._places):
+                self._log(draw, engine.sync(draw))
+                groups = engine.generate(requests, self._sampling)
+        finally:
+            engine.sleep()
         if trainer.vllm_importance_sampling_correction and not trainer.use_vllm:
             trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, self, -1
         completions = [completion for group in groups for completion in group]
@@ -102,6 +107,13 @@ class EngineRollout:
         if self.engine is not None and trainer is self._trainer:
             return self.engine
         _check(trainer)
+        mode = trainer.vllm_importance_sampling_mode
+        if trainer.vllm_importance_sampling_correction and self.config.noise.enabled and mode.startswith("sequence"):
+            logger.warning(
+                "EngineRollout: vllm_importance_sampling_mode = %r weighs a completion by the product of its tokens' "
+                "ratios, which noise drives to 0 or beyond the cut: take 'token_truncate'",
+                mode,
+            )
         settings = self.config.rollout.model_dump() | {
             "temperature": trainer.temperature,
             "top_p": trainer.top_p,
@@ -159,6 +171,7 @@ def _check(trainer: Any) -> None:
     args = trainer.args
     if metadata.version("trl") not in SpecifierSet(ROLLOUT_VERSIONS):
         raise ValueError(f"EngineRollout needs trl{ROLLOUT_VERSIONS}, and this is {metadata.version('trl')}")
+    by_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence")
     truncated = trainer.top_p < 1 or trainer.top_k or trainer.min_p
     refused = {
         "use_vllm": args.use_vllm and "completions come from qerl's engine: turn it off",
@@ -168,6 +181,12 @@ def _check(trainer: Any) -> None:
         and "the engine reads whole weights",
         "repetition_penalty": trainer.repetition_penalty != 1 and "the engine has none: set it to 1.0",
         "generation_kwargs": args.generation_kwargs and "they are for other engines: leave them out",
+        "max_completion_length=None": trainer.max_completion_length is None and "the engine needs a length",
+        f"temperature={trainer.temperature}": trainer.temperature <= 0 and "the engine divides by it",
+        'loss_type="vespo"': trainer.loss_type == "vespo"
+        and trainer.vllm_importance_sampling_correction
+        and by_sequence
+        and 'it needs vllm_importance_sampling_mode="token_truncate" or "token_mask"',
         "top_p, top_k or min_p": truncated
         and trainer.vllm_importance_sampling_correction
         and "log-probabilities are those before truncation: leave it out, or set "
