@@ -13,7 +13,7 @@ from tiny_policies import CONFIGS, assert_as_exact_as_transformers, gap, policy,
 
 from qerl.config import RolloutConfig
 from qerl.engine.engine import build_engine
-from qerl.engine.projection import Projection
+from qerl.engine.projection import Projection, sync
 from qerl.nn.structure import decoder_layers
 from qerl.noise import NoiseDraw
 from qerl.types import SamplingParams
@@ -69,7 +69,7 @@ def test_a_captured_product_sees_the_adapters_of_the_next_sync() -> None:
     model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
     attention = decoder_layers(model)[0].self_attn
     fused = Projection([attention.q_proj, attention.k_proj, attention.v_proj], torch.bfloat16)
-    fused.sync()
+    sync([fused])
     x = torch.randn(8, 64, device="cuda").bfloat16()
     before = torch.cat([*fused(x)], dim=1).clone()
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def test_a_captured_product_sees_the_adapters_of_the_next_sync() -> None:
     with torch.cuda.graph(graph):
         captured = fused(x)
     scatter_adapters(model)
-    fused.sync()
+    sync([fused])
     graph.replay()
     after = torch.cat([*captured], dim=1)
     assert torch.equal(after, torch.cat([*fused(x)], dim=1)) and not torch.equal(after, before)

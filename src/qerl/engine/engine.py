@@ -212,6 +212,7 @@ class PagedEngine:
         if sizes != self._sizes:
             self.sleep()
             self._sizes = sizes
+        self._decoder.reach(sizes.pages_per_slot * PAGE_SIZE)  # more than before: then no graph is left
         if self._cache is None:
             self._cache = self._new_cache()
         ranks = [projection.ranks for projection in self._decoder.projections]

@@ -7,10 +7,10 @@
 
 Knows Llama, Mistral, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norms on the heads of q and k); `unsupported` says why a
 model is none of these. Weights, embedding and head are the model's, read at every call (an NVFP4 head is a copy, made
-once: the trainer's is frozen); adapters and norm vectors are copies that `sync` refreshes; rotary angles come from the
-model's own module, so that scaled positions are right. Rounding follows the trainer's forward pass: activations in the
-embedding's dtype, norms in fp32, products as in projection.py. Between two products runs one operation of kernels/:
-norm (which also adds what the block before gave), rope, attention or activation.
+once: the trainer's is frozen); adapters and norm vectors are copies that `sync` refreshes; rotary angles are a table of
+what the model's own module computes, so that scaled positions are right. Rounding follows the trainer's forward pass:
+activations in the embedding's dtype, norms in fp32, products as in projection.py. Between two products runs one
+operation of kernels/: norm (which also adds what the block before gave), rope, attention or activation.
 
 Called by the runner, with an attention of attention.py, and by the probe. Leaves out sliding windows.
 """
@@ -44,6 +44,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary angles that do not depend on the sequence's length, so that cached keys stay right."""
 
+TABLE_STEP = 4096
+"""Positions whose rotary angles are computed at a time: 1 MB of them with heads of 128."""
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -69,7 +72,8 @@ class Decoder:
         self._embedding: Float[Tensor, "v h"] = embedding.weight.detach()
         self._head, self._head_bias = head.weight.detach(), head.bias
         self._packed_head = pack([quantize(self._head)]) if packs_head else None
-        self._angles = _angles(cast(nn.Module, body.rotary_emb), self._embedding, body.config.max_position_embeddings)
+        self._rotary = cast(nn.Module, body.rotary_emb)
+        self._angles: Float[Tensor, "positions 2 half"] = self._angles_of(0)
         self._eps: float = body.config.rms_norm_eps
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self.vocab_size, self.num_layers = len(self._embedding), len(layers)
@@ -103,6 +107,21 @@ class Decoder:
     def projections(self) -> list[Projection]:
         """All products, layer by layer."""
         return [p for layer in self._layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+    def reach(self, positions: int) -> None:
+        """Be ready for tokens at so many positions. What was captured before reads angles where they may be no more.
+
+        A model that knows a million positions would have a table of a quarter of a gigabyte for all of them.
+        """
+        missing = range(len(self._angles), positions, TABLE_STEP)
+        if missing:
+            self._angles = torch.cat([self._angles, *map(self._angles_of, missing)])
+
+    def _angles_of(self, first: int) -> Float[Tensor, "positions 2 half"]:
+        """Cosines and sines of a step of the table, as the model's own module computes them."""
+        positions = torch.arange(first, first + TABLE_STEP, device=self._embedding.device)
+        cos, sin = self._rotary(self._embedding[:1], positions[None])
+        return torch.stack((cos[0], sin[0]), 1)[:, :, : cos.shape[-1] // 2].clone()
 
     def sync(self, draw: NoiseDraw | None) -> tuple[Float32[Tensor, " adapters"], int]:
         """Copy adapters and norms from the model; the largest |B| of each adapter, the number of noisy vectors."""
@@ -145,15 +164,6 @@ class Decoder:
             return F.linear(hidden.to(self._head.dtype), self._head, self._head_bias)
         bias = None if self._head_bias is None else self._head_bias.to(hidden.dtype)
         return w4a16(hidden, self._packed_head, bias)
-
-
-def _angles(rotary: nn.Module, like: Tensor, positions: int) -> Float[Tensor, "positions 2 half"]:
-    """Cosines and sines of every position, as the model's own module computes them; a gather finds a step's."""
-    rows = []
-    for some in torch.arange(positions, device=like.device).split(8192):
-        cos, sin = rotary(like[:1], some[None])
-        rows.append(torch.stack((cos[0], sin[0]), 1)[:, :, : cos.shape[-1] // 2])
-    return torch.cat(rows)
 
 
 def unsupported(model: nn.Module) -> str | None:

@@ -20,7 +20,8 @@ Called by model.py. Leaves out all adapters but LoRA.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -66,14 +67,17 @@ class Projection:
         adapter = self._within
         if adapter is not None and gain != 1:
             adapter = adapter._replace(scaling=adapter.scaling * gain)
-        beside = None if gain == 0 else self._beside
-        if beside is not None:
-            beside.begin(x)
-        products = [_product(x, weight, bias, adapter) for weight, bias in self._products]
-        whole = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-        if beside is not None:
-            beside.add_(whole, gain)
+        if self._beside is None or gain == 0:
+            whole = self._whole(x, adapter)
+        else:
+            with self._beside.inner(x) as inner:
+                whole = self._whole(x, None)
+            self._beside.add_(whole, inner, gain)
         return whole.split(self._sizes, dim=-1)
+
+    def _whole(self, x: Float[Tensor, "*batch k"], adapter: PackedAdapter | None) -> Float[Tensor, "*batch n"]:
+        products = [_product(x, weight, bias, adapter) for weight, bias in self._products]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     @property
     def weights(self) -> list[Weight]:
@@ -134,7 +138,6 @@ class _Beside:
         device = bases[0].weight.device
         self._a = torch.empty(sum(ranks), bases[0].in_features, dtype=dtype, device=device)
         self._expansion = Expansion.empty([base.out_features for base in bases], ranks, dtype, device)
-        self._inner: Float[Tensor, "*batch ranks"] | None = None
 
     @property
     def scaling(self) -> Float32[Tensor, " parts"]:
@@ -149,22 +152,23 @@ class _Beside:
                 yield a, f[0]
                 yield b[:, : len(a)], f[1]
 
-    def begin(self, x: Float[Tensor, "*batch k"]) -> None:
-        """Start x A^T; on a GPU on a stream of its own, so that it runs while the base's product does."""
+    @contextmanager
+    def inner(self, x: Float[Tensor, "*batch k"]) -> Generator[Float[Tensor, "*batch ranks"]]:
+        """x A^T, there when the block ends: a GPU runs it on a stream of its own, beside what the block launches."""
         if not x.is_cuda:
-            self._inner = F.linear(x, self._a)
+            yield F.linear(x, self._a)
             return
-        side = _side_stream(x.device)
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(side):
-            self._inner = F.linear(x, self._a)
+        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+        side.wait_stream(main)
+        try:
+            with torch.cuda.stream(side):
+                inner = F.linear(x, self._a)
+            yield inner
+        finally:  # after an error, too: a graph's capture cannot end while a stream that it has forked goes on
+            main.wait_stream(side)
 
-    def add_(self, y: Float[Tensor, "*batch n"], gain: float) -> None:
+    def add_(self, y: Float[Tensor, "*batch n"], inner: Float[Tensor, "*batch ranks"], gain: float) -> None:
         """Add the adapters' part to the whole product, in place."""
-        if y.is_cuda:
-            torch.cuda.current_stream(y.device).wait_stream(_side_stream(y.device))
-        inner, self._inner = self._inner, None
-        assert inner is not None, "begin comes first"
         add_expanded_(y.flatten(0, -2), inner.flatten(0, -2), self._expansion, gain)
 
 

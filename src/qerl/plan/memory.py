@@ -33,6 +33,7 @@ from qerl.config import RunConfig
 from qerl.engine.blocks import BLOCK
 from qerl.engine.budget import num_pool_pages
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
+from qerl.engine.model import TABLE_STEP
 from qerl.formats import nf4
 from qerl.formats.codes import INT4, NF4, NVFP4
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
@@ -138,7 +139,7 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     trained += shape.num_norm_weights if config.lora.train_norms else 0
     state = {
         "adapters": _FP32 * trained,
-        "engine's copies": engine_copies(shape, ranks, target),
+        "engine's copies": engine_copies(shape, ranks, target, prompt + new),
         "optimizer states": optimizer_states(shape, config, ranks),
     }
 
@@ -237,8 +238,11 @@ def dequantisation_scratch(shape: ModelShape, target: Target, prefill_tokens: in
     return max(sizes) * target.activation_bytes
 
 
-def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:
-    """Adapters in the activations' dtype, biases of fused products side by side, three copies of the norms, angles."""
+def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target, longest: int) -> int:
+    """Adapters in the activations' dtype, biases of fused products side by side, three copies of the norms, angles.
+
+    longest: tokens of the longest sequence.
+    """
     b, total = target.activation_bytes, 0
     for product in shape.products:
         of = [ranks.get(linear.name, 0) for linear in product.linears]
@@ -251,8 +255,8 @@ def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target) -
         if all(linear.has_bias for linear in product.linears):
             total += b * sum(product.rows)
     sites = len(shape.layers) * 2 * shape.hidden
-    angles = (shape.context or 0) * shape.head_dim  # engine/model.py: cosines and sines of every position, half each
-    return total + _FP32 * (shape.num_norm_weights + sites) + b * angles
+    positions = _round_up(num_pages(longest) * PAGE_SIZE, TABLE_STEP)  # of each cosines and sines, for half of a head
+    return total + _FP32 * (shape.num_norm_weights + sites) + b * positions * shape.head_dim
 
 
 def _head(shape: ModelShape) -> Product:

@@ -174,6 +174,17 @@ def test_a_completion_does_not_depend_on_its_company(per: str) -> None:
     assert_same(one_slot.generate(asked, SAMPLING), together)
 
 
+def test_rotary_angles_are_there_for_what_calls_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, short, long = policy("llama"), requests(3, 9), requests(40, max_new_tokens=25)
+    expected = [
+        build_engine(model, eos_ids=[], config=RolloutConfig()).generate(r, SamplingParams()) for r in (short, long)
+    ]
+    monkeypatch.setattr("qerl.engine.model.TABLE_STEP", 16)
+    engine = build_engine(model, eos_ids=[], config=RolloutConfig())
+    assert [engine.generate(r, SamplingParams()) for r in (short, long)] == expected
+    assert len(engine._decoder._angles) == 80  # five pages
+
+
 def test_same_seed_same_tokens_other_seed_other_tokens() -> None:
     engine = paged(policy("qwen2"))
     (request,) = requests(8, samples=2)
