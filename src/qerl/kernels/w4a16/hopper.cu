@@ -27,9 +27,9 @@
 // kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter the kernel
 // before is prepare.cu, which lets this one start when x's tiles are there: only u is waited for, behind the steps of K.
 //
-// Defines: TOKENS (16, 32, 64, 128), WARPGROUPS (2 a panel), STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1, 2 or
-// 4), FIRST_REGISTERS (of any thread), then REGISTERS (of a consumer's), PRODUCER_REGISTERS; SLICES (rank / 16 of the
-// adapter, 0 for none), E8M0 (0 or 1).
+// Defines: TOKENS (16, 32, 64, 128), WARPGROUPS (2 a panel), STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1 or 4),
+// FIRST_REGISTERS (of any thread), then REGISTERS (of a consumer's), PRODUCER_REGISTERS; SLICES (rank / 16 of the adapter,
+// 0 for none), E8M0 (0 or 1).
 #include "decode.cuh"
 #include "hopper.cuh"
 

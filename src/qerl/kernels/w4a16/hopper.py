@@ -77,8 +77,8 @@ class Variant(NamedTuple):
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
-            # Of a consumer's registers what sums and all the rest leave; two buffers of four registers a word.
-            "WORDS": next((w for w in (4, 2) if self.tokens // 2 + 32 + 8 * w <= registers), 1),
+            # Two buffers of four registers a word, where sums and all the rest leave so many.
+            "WORDS": 4 if self.tokens // 2 + 32 + 8 * 4 <= registers else 1,
             "FIRST_REGISTERS": first,
             "REGISTERS": registers,
             "PRODUCER_REGISTERS": pool - registers * self.warpgroups,

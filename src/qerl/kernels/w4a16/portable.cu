@@ -7,10 +7,11 @@
 //     warp (r, q): the r-th 16 SLICES rows of the tile; of each step of WARPS_K * 64 columns the q-th 64, a chunk
 //     lane 4 g + t: rows g and g + 8 of each 16, columns 16 t .. 16 t + 15 of each 64 (layout.py's order; x follows)
 //
-// The work is a list of (tile, step). Each block takes an equal, contiguous share of it, so that all multiprocessors
-// end at once whatever the shape; with as many blocks as tiles, each has one of its own. Where a share ends within a tile, the block leaves its float32 sums in `partial` and
-// counts itself; the last of the tile's blocks to do so adds all of them in the order of k. Nobody waits for another
-// block, and a product has the same bits each time.
+// The work is a list of (tile, step). Each block takes an equal, contiguous share of it, so that all multiprocessors end
+// at once whatever the shape; with as many blocks as tiles, each has one of its own. Where a share ends within a tile,
+// the block says that it comes, and the last of the tile's blocks to do so adds the float32 sums of all in the order of
+// k: the others leave theirs in `partial`, its own it has. It waits for those that are still on their way; they are of
+// blocks that run, and wait for nobody. So a product has the same bits each time.
 //
 // Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
 // kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
