@@ -1,6 +1,7 @@
 """Decode speed of the engine on random weights of Qwen2.5's shapes, by format and batch size.
 
     python benchmarks/engine/bench_decode.py [--models 7B 32B] [--formats nvfp4 bf16] [--batch 1 8 ..] [--rank 32]
+                                             [--kv-cache-dtype fp8] [--head-format nvfp4]
 
 A run generates `--new` tokens after prompts of `--prompt` tokens (no token ends a completion), once to compile and
 capture, then to measure: steps, and what is left when one token is asked for, which is prefill. A step's time is the
@@ -32,6 +33,7 @@ import harness
 from qerl.bench.models import SIZES, RandomWeights, write_folder
 from qerl.config import LoraConfig, ModelConfig, RolloutConfig
 from qerl.engine.engine import PagedEngine
+from qerl.engine.kv_cache import token_bytes
 from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora
 from qerl.types import Request, SamplingParams
@@ -42,7 +44,10 @@ GROUP, GROUPED_FROM = 8, 32
 _PROFILED = 64  # steps
 
 
-def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float) -> float:
+WEIGHT_BYTES = {"bf16": 2.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
+
+
+def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float, config: RolloutConfig) -> float:
     """What one decode step reads: each weight once, keys and values of every sequence."""
     s = SIZES[size]
     head_dim = s.hidden // s.heads
@@ -53,11 +58,12 @@ def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float) -> f
         (s.hidden, 2 * s.intermediate),
         (s.intermediate, s.hidden),
     ]
-    weights = sum(k * n for k, n in ins_outs) * {"bf16": 2.0, "nvfp4": 0.5625, "mxfp4": 0.53125}[fmt]
+    weights = sum(k * n for k, n in ins_outs) * WEIGHT_BYTES[fmt]
     parts = (3, 1, 2, 1)
     adapters = sum(rank * (p * k + n) for p, (k, n) in zip(parts, ins_outs, strict=True)) * 2
-    cache = batch * context * 2 * kv * 2
-    return s.layers * (weights + adapters + cache) + s.vocabulary * s.hidden * 2
+    cache = batch * context * token_bytes(s.kv_heads, head_dim, 2, fp8=config.kv_cache_dtype == "fp8")
+    head = s.vocabulary * s.hidden * WEIGHT_BYTES["nvfp4" if config.head_format == "nvfp4" else "bf16"]
+    return s.layers * (weights + adapters + cache) + head
 
 
 def policy(size: str, fmt: str, rank: int) -> nn.Module:
@@ -136,8 +142,11 @@ def bench(
 ) -> Iterator[dict[str, Any]]:
     vocabulary = SIZES[size].vocabulary
     sampling = SamplingParams(temperature=1.0)
+    settings = {"kv_cache_dtype": args.kv_cache_dtype, "head_format": args.head_format}
+    config = RolloutConfig.model_validate({**settings, "max_completion_length": args.new})
+    print(f"{size} {fmt}:", *(f"{name} {value}" for name, value in settings.items()))
     for batch in args.batch:
-        engine = PagedEngine(model, eos_ids=[vocabulary], config=RolloutConfig(max_completion_length=args.new))
+        engine = PagedEngine(model, eos_ids=[vocabulary], config=config)
         started = time.perf_counter()
         timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
         first = time.perf_counter() - started
@@ -149,13 +158,14 @@ def bench(
         wake = seconds_of(engine.wake)
         captured = timed(engine, batch, args.prompt, 9, vocabulary, sampling) - short
         context = args.prompt + (args.new + 9) / 2
-        floor = floor_bytes(size, fmt, args.rank, batch, context) / BANDWIDTH
+        floor = floor_bytes(size, fmt, args.rank, batch, context, config) / BANDWIDTH
         record = (
             {
-                "bench": "decode", "model": size, "format": fmt, "rank": args.rank, "batch": batch,
-                "prompt": args.prompt, "new": args.new,
-                "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
-                "tokens_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4), "first_s": round(first, 2),
+                "bench": "decode", "model": size, "format": fmt, "lora_rank": args.rank, "batch": batch,
+                "distinct_prompts": len(requests(batch, 1, 1, vocabulary)), "prompt": args.prompt, "new": args.new,
+                **settings, "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
+                "tokens_per_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4),
+                "first_s": round(first, 2),
                 "sync_ms": round(sync * 1e3, 2), "wake_ms": round(wake * 1e3, 2), "recapture_s": round(captured, 3),
                 "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
             } | common
@@ -182,6 +192,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=32, help="of the adapters; 0: none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as rollout.kv_cache_dtype")
+    parser.add_argument("--head-format", choices=("auto", "nvfp4"), default="auto", help="as rollout.head_format")
     parser.add_argument("--profile", nargs="*", type=int, default=[], help="batch sizes whose kernels are listed")
     parser.add_argument("--run", default=time.strftime("%Y%m%d-%H%M%S"), help="id of the run, in every record")
     parser.add_argument("--commit", default=None, help="in every record; default: what git says")
