@@ -106,6 +106,20 @@ def test_a_run_without_enough_memory_is_saved_and_goes_on_with_less(expected, tm
         torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
 
 
+def test_an_optimizer_without_memory_goes_on_from_what_was_saved(expected, tmp_path, monkeypatch):
+    """A step that may be half applied is not saved."""
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", full)
+        with pytest.raises(trainer.RunFailed, match=r"middle of a step's updates: --resume goes on from the start"):
+            trained(tmp_path / "run")
+    got = trained(tmp_path / "run", resume=True)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def test_micro_batches_shrink_down_to_the_longest_sequence_that_counts():
     """A longer one, which overlong filtering leaves out, is no reason to give up."""
 

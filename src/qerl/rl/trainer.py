@@ -183,6 +183,10 @@ class Trainer:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
             except (RuntimeError, OSError) as error:
+                if self.updating and isinstance(error, torch.OutOfMemoryError):
+                    raise RunFailed(
+                        f"{error}\nIn the middle of a step's updates: --resume goes on from {self._last_good()}"
+                    ) from error
                 if self.updating:
                     raise
                 raise RunFailed(f"{error}\nSaved {self._save()}: mend it, and go on with --resume") from error
@@ -415,11 +419,9 @@ class Trainer:
             self.display.warning(f"step {self.step + 1}: the gradient is not finite; this update is left out")
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped_updates == MAX_SKIPPED_UPDATES:
-            good = [str(path) for path in list_checkpoints(self.output_dir)[-1:]]
             raise RunFailed(
                 f"{MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite. The last good state is "
-                f"{good[0] if good else 'the start: no checkpoint was due yet'}. "
-                "Try a lower optimizer.learning_rate or noise.sigma_start"
+                f"{self._last_good()}. Try a lower optimizer.learning_rate or noise.sigma_start"
             )
         return rate, norm, taken
 
@@ -584,6 +586,11 @@ class Trainer:
             raise ValueError(f"{self.output_dir} holds no run to resume: leave --resume out, or check output_dir")
         check_same_run(read_state(checkpoints[-1]), self.config, checkpoints[-1])
         return checkpoints[-1]
+
+    def _last_good(self) -> str:
+        """What a run can go on from when the step that failed cannot be saved."""
+        checkpoints = list_checkpoints(self.output_dir)
+        return str(checkpoints[-1]) if checkpoints else "the start: no checkpoint was due yet"
 
     def _save(self) -> Path:
         state = {
