@@ -109,9 +109,12 @@ class Checkpoint:
         return self._shapes[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A stored tensor in bf16, fp16 or fp32, on the host. ValueError: not stored, or of another dtype."""
+        """A stored tensor on the host: in bf16, fp16 or fp32, or integers that are no weight (masks, positions).
+
+        ValueError: not stored, or of another dtype.
+        """
         tensor = self._read(name)
-        if tensor.dtype not in _DENSE:
+        if tensor.dtype not in _DENSE and (tensor.is_floating_point() or name.endswith(".weight")):
             raise ValueError(f"{self._place(name)} is {tensor.dtype}, where bf16, fp16 or fp32 was expected")
         return tensor
 

@@ -142,8 +142,8 @@ def e2m1_codes(values: Float32[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
     return codes
 
 
-def finite_amax(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, ""]:
-    """The largest magnitude over all matrices; ValueError names one with a NaN or an infinity."""
+def finite_amax(weights: Iterable[Float[Tensor, ...]], names: Sequence[str]) -> Float32[Tensor, ""]:
+    """The largest magnitude over all tensors; ValueError names one with a NaN or an infinity."""
     each = [torch.stack(w.aminmax()).abs().amax().float() for w in weights]
     for amax, name in zip(each, names, strict=True):
         if not amax.isfinite():

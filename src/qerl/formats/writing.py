@@ -37,7 +37,7 @@ from torch import Tensor
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, INDEX, MODELOPT_CONFIG, Checkpoint, DenseSource
 from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
 from qerl.formats.folding import CALIBRATION_FILE, Calibration, Folded, read_calibration, read_folds, write_calibration
-from qerl.formats.nvfp4 import NVFP4Tensor
+from qerl.formats.nvfp4 import NVFP4Tensor, finite_amax
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def _is_linear(source: DenseSource, name: str, block: int) -> bool:
     if leaf != "weight" or not _IN_A_LAYER.search(name) or _NOT_A_PRODUCT.search(module.rpartition(".")[2]):
         return False
     shape = source.shape(name)
-    return len(shape) == 2 and shape[1] % block == 0
+    return len(shape) == 2 and shape[0] > 0 and shape[1] % block == 0
 
 
 def as_stored(module: str, codes: PackedCodes) -> list[tuple[str, Tensor]]:
@@ -333,7 +333,10 @@ def _write(
     progress: Progress | None,
     journal: _Journal | None = None,
 ) -> dict[str, Any]:
-    """Shards of what `convert` makes of each name, their index, config.json, and the source's other files."""
+    """Shards of what `convert` makes of each name, their index, config.json, and the source's other files.
+
+    ValueError names a weight or a bias with NaN or infinity.
+    """
     parts: list[_Part] = []
     sizes = {name: prod(source.shape(name)) for name in source.names()}
     # Bytes of a tensor are not known before it is made; 16 bits a number is what nearly all sources have.
@@ -347,6 +350,8 @@ def _write(
         begun, tensors, held = len(parts), dict[str, Tensor](), 0
         for name in source.names(shard):
             for new_name, tensor in convert(name):
+                if tensor.is_floating_point() and new_name.endswith((".weight", ".bias")) and tensor.numel():
+                    finite_amax([tensor], [new_name])
                 if tensors and held + tensor.nbytes > MAX_SHARD_BYTES:
                     parts.append(_save(tensors, folder, len(parts)))
                     tensors, held = {}, 0

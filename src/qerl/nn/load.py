@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -44,6 +44,7 @@ from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes
 from qerl.formats.folding import read_folds
+from qerl.formats.nvfp4 import finite_amax
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.rmsnorm import RMSNorm, rms_norm
@@ -342,6 +343,10 @@ class Source:
         """Whether a linear is stored in 4 bits."""
         return module in self.modules and self.weights.is_packed(self.modules[module])
 
+    def holds(self, module: str) -> bool:
+        """Whether a linear is stored, packed or not."""
+        return self.is_packed(module) or f"{module}.weight" in self.tensors
+
     def codes(self, module: str) -> Codes:
         """A packed linear's codes as stored."""
         return self.weights.codes(self.modules[module])
@@ -358,10 +363,10 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
     linears = [f"{prefix}.{name}" for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
     if not linears:
         raise ValueError(f"the layers of {type(model).__name__} have no nn.Linear to pack or adapt: not supported")
-    modules = [name for name, _ in model.named_modules()]
+    matched = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]  # the head, too
     for pattern in config.keep:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise ValueError(f"model.keep: {pattern!r} matches no layer; names look like {linears[0]}")
+        if not any(fnmatchcase(name, pattern) for name in matched):
+            raise ValueError(f"model.keep: {pattern!r} matches no linear layer; names look like {linears[0]}")
     format = base_format(config)
     undivided = [
         name
@@ -387,6 +392,7 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
     for names in _fused(linears):
         packed = {is_packed(name) for name in names}
         if len(packed) > 1:
+            _refuse_missing(model, [name for name in names if not source.holds(name)])
             raise ValueError(f"{', '.join(names)} are one product: pack all of them or (model.keep) none")
         groups.append(Group(names, packed.pop()))
     if config.format != "bf16" and not any(group.packed for group in groups):
@@ -419,24 +425,33 @@ def check_names(model: PreTrainedModel, source: Source, groups: list[Group]) -> 
         for name in set(source.tensors) - needed - tied
         if name.rpartition(".")[0] not in packed and not name.endswith("rotary_emb.inv_freq")  # in old Llama folders
     )
-    if missing:
-        instead = f"; it has {_some(spare)} instead" if spare else ""
-        raise ValueError(f"{model.name_or_path} lacks {len(missing)} tensors of the model: {_some(missing)}{instead}")
+    _refuse_missing(model, missing, spare)
     if spare:
         logger.warning("%s: %d tensors are not part of the model: %s", model.name_or_path, len(spare), _some(spare))
 
 
-def _some(names: list[str]) -> str:
+def _refuse_missing(model: PreTrainedModel, missing: list[str], spare: Sequence[str] = ()) -> None:
+    if missing:
+        instead = f"; it has {_some(spare)} instead" if spare else ""
+        raise ValueError(f"{model.name_or_path} lacks {len(missing)} tensors of the model: {_some(missing)}{instead}")
+
+
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def load_all_but_groups(base: Base) -> None:
-    """Everything but the weights of groups: embedding, head, norms with their folds, biases, persistent buffers."""
+    """Everything but the weights of groups: embedding, head, norms with their folds, biases, persistent buffers.
+
+    ValueError names a tensor with NaN or infinity.
+    """
     model = base.model
     later = {f"{name}.weight" for group in base.groups for name in group.names} | set(model.all_tied_weights_keys)
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         if name not in later:
             value = _read(base.source, name, tensor, base.device)
+            if value.is_floating_point():
+                finite_amax([value], [name])
             parent, _, leaf = name.rpartition(".")
             setattr(
                 model.get_submodule(parent), leaf, nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
@@ -463,6 +478,7 @@ def load_group(base: Base, group: Group) -> None:
     fused = torch.empty(sum(rows), linears[0].in_features, device=base.device, dtype=dtype)
     for name, linear, view in zip(group.names, linears, fused.split(rows), strict=True):
         view.copy_(_read(base.source, f"{name}.weight", linear.weight, base.device))
+        finite_amax([view], [f"{name}.weight"])
         linear.weight = nn.Parameter(view, requires_grad=False)
 
 
@@ -473,9 +489,11 @@ def _linear(model: PreTrainedModel, name: str) -> nn.Linear:
 
 
 def _read(source: Source, name: str, like: Tensor, device: torch.device, *, cast: bool = True) -> Tensor:
-    """One tensor on the device, of the shape and (unless told not to) the dtype of `like`."""
+    """One tensor on the device, of the shape and (unless told not to) the dtype of `like`. ValueError: it is other."""
     tensor = source.tensor(name)
     _check_shape(name, tuple(tensor.shape), like)
+    if like.is_floating_point() and not tensor.is_floating_point():
+        raise ValueError(f"{name} is {tensor.dtype} in the file, where bf16, fp16 or fp32 was expected")
     return tensor.to(device, like.dtype if cast else None)
 
 

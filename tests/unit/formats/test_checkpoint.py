@@ -397,8 +397,15 @@ def test_a_missing_tensor_is_named(packed):
 
 
 def test_a_wrong_dtype_is_named(packed, tmp_path):
-    with pytest.raises(ValueError, match=r"model\.safetensors: .*q_proj\.weight_packed is torch\.uint8, where bf16"):
-        Checkpoint(packed).tensor("model.layers.0.self_attn.q_proj.weight_packed")
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: .*q_proj\.weight_scale is torch\.float8_e4m3fn, where bf16"
+    ):
+        Checkpoint(packed).tensor("model.layers.0.self_attn.q_proj.weight_scale")
+    source = write(
+        tmp_path / "int8", {"model.safetensors": {"layers.0.up_proj.weight": torch.ones(16, 32).to(torch.int8)}}
+    )
+    with pytest.raises(ValueError, match=r"up_proj\.weight is torch\.int8, where bf16"):
+        quantize_checkpoint(source, tmp_path / "out")
     t = {"layers.0.up_proj": quantize(torch.ones(16, 32))}
     changed = {"layers.0.up_proj.weight_packed": torch.ones(16, 16)}
     with pytest.raises(ValueError, match=r"up_proj\.weight_packed is torch\.float32, where torch\.uint8"):
@@ -435,6 +442,20 @@ def test_nan_in_a_weight_is_named_and_leaves_nothing_behind(bad, tmp_path):
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.v_proj\.weight contains"):
         quantize_checkpoint(source, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_nan_in_what_stays_dense_is_named(qwen, tmp_path):
+    """Masks that old folders carry along may hold what they like, in any dtype."""
+    tensors = load_file(qwen / "model.safetensors")
+    masks = {"model.layers.0.self_attn.bias_mask": torch.full((2, 2), -torch.inf)}
+    masks["model.layers.0.self_attn.seen"] = torch.tensor([True, False])
+    source = write(tmp_path / "in", {"model.safetensors": tensors | masks})
+    quantize_checkpoint(source, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(stored[name], mask) for name, mask in masks.items())
+    tensors["model.norm.weight"][3] = torch.nan
+    with pytest.raises(ValueError, match=r"^model\.norm\.weight contains NaN"):
+        quantize_checkpoint(write(tmp_path / "nan", {"model.safetensors": tensors}), tmp_path / "other")
 
 
 def test_a_packed_source_and_an_existing_target_are_refused(qwen, packed, tmp_path):

@@ -124,7 +124,7 @@ def test_generate_goes_on_as_the_dequantised_model_does():
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.keep: 'nothing' matches no layer"):
+    with pytest.raises(ValueError, match=r"model\.keep: 'nothing' matches no linear layer"):
         loaded(config=qerl.NVFP4Config(keep=["nothing"]))
     with pytest.raises(ValueError, match="choose sweep or amax"):
         qerl.NVFP4Config(scale="best")

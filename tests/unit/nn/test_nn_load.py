@@ -260,17 +260,37 @@ def test_wrong_shapes_are_named(copied):
         load(folder)
 
 
-def test_nan_weights_are_named(copied):
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("layers.1.mlp.down_proj", "nvfp4"), ("layers.1.mlp.down_proj", "bf16"), ("embed_tokens", "nvfp4")],
+)
+def test_nan_weights_are_named(copied, name, format):
     folder = copied()
-    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].fill_(torch.nan))
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight contains NaN"):
+    edit_weights(folder, lambda tensors: tensors[f"model.{name}.weight"][3].fill_(torch.nan))
+    with pytest.raises(ValueError, match=rf"model\.{name}\.weight contains NaN"):
+        load(folder, format=format)
+
+
+def test_a_part_that_a_packed_folder_lacks_is_named(copied, tmp_path):
+    folder, name = copied(), "model.layers.0.self_attn.k_proj"
+    edit_weights(folder, lambda tensors: tensors.pop(f"{name}.weight"))
+    quantize_checkpoint(folder, tmp_path / "packed")
+    with pytest.raises(ValueError, match=rf"packed lacks 1 tensors of the model: {name}"):
+        load(tmp_path / "packed")
+
+
+def test_integers_are_no_bias(copied):
+    folder, name = copied(), "model.layers.0.self_attn.k_proj.bias"
+    edit_weights(folder, lambda tensors: tensors.update({name: tensors[name].int()}))
+    with pytest.raises(ValueError, match=rf"{name} is torch\.int32 in the file, where bf16"):
         load(folder)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": ["model.layers.9.*"]}, r"model\.keep: 'model\.layers\.9\.\*' matches no layer"),
+        ({"keep": ["model.layers.9.*"]}, r"model\.keep: 'model\.layers\.9\.\*' matches no linear layer"),
+        ({"keep": ["model.layers.0"]}, r"matches no linear layer; names look like model\.layers\.0\.self_attn\.q_proj"),
         ({"keep": ["*.q_proj"]}, "are one product"),
         ({"keep": ["*"]}, "no layer of .* is packed"),
     ],
