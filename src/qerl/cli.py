@@ -6,6 +6,7 @@ Mistakes of a user end in one line on stderr and exit code 2; a run that was sto
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import sys
@@ -541,6 +542,8 @@ def main() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # transformers renames its switches; PEFT still uses the old names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    # PEFT imports bitsandbytes where it is installed, which warns on a CPU of kernels that nothing here calls.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except (ConfigError, ValueError, OSError) as error:
