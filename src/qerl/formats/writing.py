@@ -135,8 +135,10 @@ def staged(target: Path, *, needs_bytes: int = 0, journal: Mapping[str, Any] | N
     partial.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
-        for file in partial.rglob("*"):
-            flush(file)
+        for path in partial.rglob("*"):
+            if path.is_file():  # safetensors makes files that only their owner can read
+                path.chmod(partial.stat().st_mode & 0o666)
+            flush(path)
         partial.rename(target)
         flush(target.absolute().parent)
     except BaseException:

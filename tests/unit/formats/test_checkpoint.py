@@ -110,6 +110,8 @@ def test_everything_else_is_copied(qwen, packed):
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (packed / file).read_bytes() == (qwen / file).read_bytes()
     assert not (packed / "pytorch_model.bin").exists()
+    modes = {oct(file.stat().st_mode) for file in packed.iterdir()}
+    assert modes == {oct((qwen / "tokenizer.json").stat().st_mode)}  # who may read one may read all
 
 
 def test_the_file_has_the_documented_tensors(packed):
