@@ -32,12 +32,12 @@ from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import MXFP4, NVFP4, PackedFormat, Scale, packed_format
 from qerl.formats.folding import Calibration, Fold
 from qerl.formats.writing import packed_groups, quantize_checkpoint
-from qerl.inspection.text import read_windows
+from qerl.inspection.text import windows_for
 from qerl.nn.attention import packed_forward
-from qerl.nn.load import Base, load_tokenizer, open_base, resolve_device
+from qerl.nn.load import Base, open_base, resolve_device
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.stream import prepared
-from qerl.nn.structure import decoder_layers, max_positions
+from qerl.nn.structure import decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -159,14 +159,11 @@ def calibrate(
 ) -> Calibrated:
     """Factors (`awq`) and importance (`weighted`) for the linears of a bf16 folder, from a text file's first windows.
 
-    The scales of `scale` are those that will be written. ValueError: what `open_base` and `read_windows` refuse, a
-    window beyond the model's context, an architecture that AWQ cannot fold, NaN in an activation.
+    The scales of `scale` are those that will be written. ValueError: what `open_base` and `windows_for` refuse, an
+    architecture that AWQ cannot fold, NaN in an activation.
     """
     base = open_base(ModelConfig(path=str(source), format="bf16", device=device))
-    windows = read_windows(text, load_tokenizer(base.folder, False), length, max_windows)
-    longest = max_positions(base.model)
-    if longest is not None and len(windows[0]) > longest:
-        raise ValueError(f"--length {length} is beyond the model's context of {longest} tokens")
+    windows = windows_for(base, text, length, max_windows)
     packed = packed_groups(Checkpoint(base.folder), keep, format)
     weights, layers = prepared(base), decoder_layers(base.model)
     stored = base.source.modules
@@ -197,7 +194,7 @@ def _enter(calibration: Calibration, folds: Mapping[str, Fold], inputs: Mapping[
     stored = base.source.modules
     assert isinstance(calibration.folds, dict) and isinstance(calibration.importance, dict)
     for name, fold in folds.items():
-        calibration.folds[stored[name]] = Fold(*(None if part is None else part.cpu() for part in fold))
+        calibration.folds[stored[name]] = fold.to("cpu")
     for name, seen in inputs.items():
         columns = folds[name].inputs if name in folds else None
         square = seen.square if columns is None else seen.square / columns.square()

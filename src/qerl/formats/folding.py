@@ -54,6 +54,10 @@ class Fold(NamedTuple):
             before = before * (self.outputs[:, None] if weight.ndim == 2 else self.outputs)
         return before if self.inputs is None else before / self.inputs
 
+    def to(self, device: torch.device | str) -> Fold:
+        """The same there."""
+        return Fold(*(None if factors is None else factors.to(device) for factors in self))
+
     def bias(self, bias: Float[Tensor, " n"]) -> Float32[Tensor, " n"]:
         """A linear's bias, folded, in fp32."""
         return bias.float() if self.outputs is None else bias.float() / self.outputs

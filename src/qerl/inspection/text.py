@@ -62,10 +62,7 @@ def compare_text(
     progress: told how many of how many layers, of both models, have run.
     ValueError: a file that is no UTF-8 text or has fewer than two tokens, a length beyond the model's context.
     """
-    windows = read_windows(file, load_tokenizer(model.folder, model.config.trust_remote_code), length, max_windows)
-    longest = max_positions(model.model)
-    if longest is not None and len(windows[0]) > longest:
-        raise ValueError(f"--length {length} is beyond the model's context of {longest} tokens")
+    windows = windows_for(model, file, length, max_windows)
     sizes = [len(window) for window in windows]
     ids = torch.tensor([token for window in windows for token in window], device=model.device)
     ends = torch.tensor([0, *sizes], device=model.device).cumsum(0)
@@ -82,6 +79,15 @@ def compare_text(
         if our_head.weight.shape != their_head.weight.shape:
             raise ValueError(f"{reference.folder} has another vocabulary than {model.folder}")
         return _compare(file, ids, sizes, (ours, our_head), (theirs, their_head))
+
+
+def windows_for(base: Base, file: Path, length: int, most: int) -> list[list[int]]:
+    """`read_windows` with the model's tokenizer. ValueError, too: a window is beyond the model's context."""
+    windows = read_windows(file, load_tokenizer(base.folder, base.config.trust_remote_code), length, most)
+    longest = max_positions(base.model)
+    if longest is not None and len(windows[0]) > longest:
+        raise ValueError(f"--length {length} is beyond the model's context of {longest} tokens")
+    return windows
 
 
 def read_windows(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> list[list[int]]:

@@ -126,8 +126,7 @@ def compare_weights(model: Base, reference: Base, progress: Progress | None = No
             values = part if isinstance(part, torch.Tensor) else dequantize(part, name=name)
             fold = folds.get(model.source.modules[name])
             if fold is not None:
-                fold = Fold(*(None if factors is None else factors.to(model.device) for factors in fold))
-                values = fold.unfolded(values)
+                values = fold.to(model.device).unfolded(values)
             stored = [part] if isinstance(part, torch.Tensor) else [t for t in part if t is not None]
             bits = 8 * sum(t.nbytes for t in stored) / weight.numel()
             rows, columns = weight.shape
