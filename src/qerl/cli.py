@@ -490,7 +490,7 @@ def bench_step(
         group=group,
         prompt_tokens=prompt,
         new_tokens=new,
-        cap_bytes=None if cap is None else parse_card(cap),
+        cap_bytes=None if cap is None else parse_card(cap, "--cap"),
         overrides=tuple(overrides or ()),
     )
     if dry_run:

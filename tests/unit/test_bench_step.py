@@ -22,6 +22,8 @@ from qerl.nn.structure import decoder_layers, head
 
 CPU = torch.device("cpu")
 TINY = dict(model="tiny", completions=4, group=2, prompt_tokens=12, new_tokens=20)
+LAYER = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256
+WORK = 2 * LAYER * 4 * 32 + 128 * 2048 * 4 * 20  # weights times tokens: of two layers; of the head, new ones alone
 
 
 def random_model(folder: Path, format: str):
@@ -63,10 +65,13 @@ def test_a_whole_step_is_timed_part_by_part(format):
     assert record["forward_s"] + record["backward_s"] < record["update_s"]
     assert 0 < record["head_s"] < record["forward_s"] + record["backward_s"]
     assert (record["dequantisation_s"] > 0) == (format == "nf4")  # packed products have no dense copy on a CPU
-    size, new, tokens = SIZES["tiny"], 4 * 20, 4 * 32
-    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256
-    assert record["update_flops"] == 6 * (size.layers * layer * tokens + 128 * 2048 * new)
+    assert record["update_flops"] == 6 * WORK
     assert json.loads(json.dumps(record)) == record
+
+
+def test_work_is_counted_as_often_as_it_is_done():
+    overrides = ("loss.num_iterations=2", "optimizer.gradient_checkpointing=false")
+    assert run_step(Case(**TINY, overrides=overrides), device="cpu")["update_flops"] == 2 * 4 * WORK
 
 
 def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
@@ -85,6 +90,9 @@ def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
         (["--model", "8B"], "--model 8B: choose one of tiny"),
         (["--model", "tiny", "--completions", "9"], "9 completions are no whole groups of 8"),
         (["--model", "tiny", "optimizer.micro_batch=3"], "settings are section.key=value"),
+        (["--model", "tiny", "steps=3"], "steps=3: settings are section.key=value"),
+        (["--model", "tiny", "model.format=bf16"], "model.format=bf16: that is what --format says"),
+        (["--model", "tiny", "--cap", "1MB"], "--cap 1MB: give the card's memory"),
         (["--model", "72B", "--cap", "30GB"], "72B in nvfp4 does not fit 30 GB with any setting"),
     ],
 )

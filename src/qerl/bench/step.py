@@ -10,8 +10,8 @@ that is not zero; noise is on.
 
     update_mfu = 6 * (weights * tokens + head * completion tokens) / (forward + backward seconds) / measured bf16 rate
 
-Weights are those of the decoder layers' linears; 6 FLOPs: forward, recomputation and the gradient of the input, each 2.
-Attention and adapters are work, too, and are not counted. `run_step` returns one record;
+Weights are those of the decoder layers' linears; 6 FLOPs: forward, recomputation (where there is none, 4) and the
+gradient of the input, each 2. Attention and adapters are work, too, and are not counted. `run_step` returns one record;
 benchmarks/README.md has its keys.
 """
 
@@ -120,6 +120,17 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
         return record | {"parts": parts_record(meter.parts, memory)}
 
 
+_OF_THE_CASE = {
+    "model.path": "--model",
+    "model.format": "--format",
+    "lora.r": "--rank",
+    "task.max_prompt_length": "--prompt",
+    "rollout.prompts_per_step": "--completions",
+    "rollout.num_generations": "--group",
+    "rollout.max_completion_length": "--new",
+}
+
+
 def run_config(case: Case, folder: Path) -> RunConfig:
     """The run that the step is of."""
     if case.completions % case.group:
@@ -141,7 +152,9 @@ def run_config(case: Case, folder: Path) -> RunConfig:
     data = config.model_dump()
     for key, separator, value in pairs:
         section, _, name = key.partition(".")
-        if not separator or name not in data.get(section, {}):
+        if key in _OF_THE_CASE:
+            raise ValueError(f"{key}={value}: that is what {_OF_THE_CASE[key]} says")
+        if not (separator and name and name in data.get(section, {})):
             raise ValueError(f"{key}{separator}{value}: settings are section.key=value, as in a run's TOML")
         try:
             data[section][name] = json.loads(value)
@@ -280,7 +293,8 @@ def results(
     new = case.completions * case.new_tokens
     tokens = new + case.completions * case.prompt_tokens
     products = sum(parts[name].seconds for name in _UPDATE)
-    update_flops = 6 * (linears * tokens + head * new)
+    passes = config.loss.num_iterations * (3 if config.optimizer.gradient_checkpointing else 2)
+    update_flops = 2 * passes * (linears * tokens + head * new)
     rollout_flops = 2 * (linears * (new + case.completions // case.group * case.prompt_tokens) + head * new)
     weights = sum(product_bytes(product, 2) for product in shape.products) + 2 * head
     context = case.prompt_tokens + case.new_tokens / 2

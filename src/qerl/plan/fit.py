@@ -49,11 +49,11 @@ class Limits:
     """Completions of one prompt, all of full length, that decode together; 0: none fits."""
 
 
-def parse_card(text: str) -> int:
-    """Bytes of "24GB" (or "24"); 1 GB = 1e9 bytes. ValueError for anything else."""
+def parse_card(text: str, option: str = "--gpu") -> int:
+    """Bytes of "24GB" (or "24"); 1 GB = 1e9 bytes. ValueError, naming the option, for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?)?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"--gpu {text}: give the card's memory, such as 24GB")
+        raise ValueError(f"{option} {text}: give the card's memory, such as 24GB")
     return int(float(match[1]) * 1e9)
 
 
