@@ -218,8 +218,8 @@ def test_prepare_compiles_and_keeps_its_registers(tokens, slices):
 
 @pytest.mark.parametrize("variant", hopper.VARIANTS, ids=lambda v: "-".join(map(str, v)))
 def test_every_hopper_variant_compiles(variant):
-    """Nothing makes the assembler wait for each wgmma. Spills are few (132 bytes at most, by NVRTC 13.5): they lie outside
-    the loop over K."""
+    """Nothing makes the assembler wait for each wgmma. Spills are few (132 bytes by NVRTC 13.5): they lie outside the
+    loop over K."""
     variants = [variant.defines(slices, f) for slices in (0, 2, 4) for f in ("e4m3", "e8m0")]
     with ThreadPoolExecutor(2) as pool:
         logs = pool.map(
