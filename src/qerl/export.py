@@ -34,8 +34,8 @@ from torch import Tensor
 from qerl import __version__
 from qerl.config import ModelConfig
 from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
+from qerl.formats.folding import RECORD as QUANTIZE_RECORD
 from qerl.formats.folding import Fold, read_folds
-from qerl.formats.writing import RECORD as QUANTIZE_RECORD
 from qerl.formats.writing import Progress, dense_bytes, packable, staged, write_dense, write_quantized
 from qerl.nn.load import Base, open_base
 from qerl.nn.lora import SavedAdapter, read_adapter

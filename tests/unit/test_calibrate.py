@@ -139,8 +139,9 @@ def test_noise_on_a_folded_norm_is_divided_by_its_factors(bf16, folded):
 def test_the_engines_norms_do_the_same(bf16, folded):
     gains = []
     for folder in (bf16["qwen2"], folded):
-        sites = noise_sites(loaded(folder))
-        buffers = NormBuffers(sites, [])
+        model = loaded(folder)
+        sites = noise_sites(model)
+        buffers = NormBuffers(sites, [model.model.norm])
         buffers.sync(NoiseDraw(seed=1, step=2, sigma=0.5, per="prompt"))
         factors = torch.stack([torch.ones(64) if site.fold is None else site.fold for site in sites])
         gains.append(torch.cat([buffers.shared, buffers.gains([7, 9], buffers.draw)], 1) * factors[:, None])
@@ -336,6 +337,9 @@ def test_a_cut_goes_on_with_the_same_factors(bf16, text, tmp_path, monkeypatch):
     assert "awq_inputs: " not in again.output
     for file in ("model.safetensors", str(CALIBRATION_FILE), "qerl_quantize.json"):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    shutil.rmtree(tmp_path / "whole" / "calibration")  # as `cp folder/* elsewhere` leaves it behind
+    with pytest.raises(ValueError, match=r"channels.safetensors is missing, though qerl_quantize.json tells of"):
+        loaded(tmp_path / "whole", "nvfp4")
     record = json.loads((tmp_path / "again" / "qerl_quantize.json").read_text())
     assert record["calibration"]["windows"] == 2 and record["calibration"]["awq"] is True
 

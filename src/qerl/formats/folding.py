@@ -16,6 +16,7 @@ programs load every *.safetensors that they find there. formats/awq.py chooses t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from qerl.formats.checkpoint import DenseSource
 
 CALIBRATION_FILE = Path("calibration") / "channels.safetensors"
 """Within a model folder."""
+
+RECORD = "qerl_quantize.json"
+"""In a folder of quantize_checkpoint: what it was made of, with the SHA-256 of each file of weights, and how."""
 
 
 class Fold(NamedTuple):
@@ -112,9 +116,12 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 
 
 def read_calibration(folder: Path) -> Calibration | None:
-    """What the folder keeps of a calibration; None: it was made without. ValueError: a damaged file."""
+    """What the folder keeps of a calibration; None: it was made without. ValueError: a damaged file, or a lost one."""
     path = folder / CALIBRATION_FILE
     if not path.is_file():
+        record = folder / RECORD
+        if record.is_file() and json.loads(record.read_text()).get("calibration"):
+            raise ValueError(f"{path} is missing, though {RECORD} tells of a calibration: copy it along")
         return None
     try:
         vectors = load_file(path)
@@ -136,6 +143,6 @@ def read_calibration(folder: Path) -> Calibration | None:
 
 
 def read_folds(folder: Path) -> Mapping[str, Fold]:
-    """The factors in the weights of a model folder; empty where nothing was folded. ValueError: a damaged file."""
+    """The factors in a model folder's weights; empty where nothing was folded. ValueError as `read_calibration`."""
     calibration = read_calibration(folder)
     return {} if calibration is None else calibration.folds

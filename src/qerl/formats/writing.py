@@ -36,16 +36,21 @@ from torch import Tensor
 
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, INDEX, MODELOPT_CONFIG, Checkpoint, DenseSource
 from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
-from qerl.formats.folding import CALIBRATION_FILE, Calibration, Folded, read_calibration, read_folds, write_calibration
+from qerl.formats.folding import (
+    CALIBRATION_FILE,
+    RECORD,
+    Calibration,
+    Folded,
+    read_calibration,
+    read_folds,
+    write_calibration,
+)
 from qerl.formats.nvfp4 import NVFP4Tensor, finite_amax
 
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5_000_000_000
 """A new shard is closed before it grows beyond this: it is held in memory until it is written."""
-
-RECORD = "qerl_quantize.json"
-"""In a folder of quantize_checkpoint: what it was made of, with the SHA-256 of each file of weights, and how."""
 
 Progress = Callable[[int, int], None]
 """Told how many of how many of the source's bytes are done."""
