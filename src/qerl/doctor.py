@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 import torch
-from transformers import Qwen2Config
 
 from qerl import __version__
+from qerl.bench.models import SIZES, qwen2_config
 from qerl.config import RunConfig
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels.nvrtc import cache_folder
@@ -28,16 +28,7 @@ from qerl.plan.shapes import ModelShape, shape_of
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "triton", "trl", "compressed-tensors", "bitsandbytes")
 
-# hidden, intermediate, layers, heads, kv heads, vocabulary, tied: config.json of Qwen/Qwen2.5-<size>
-QWEN2_5 = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "32B": (5120, 27648, 64, 40, 8, 152064, False),
-    "72B": (8192, 29568, 80, 64, 8, 152064, False),
-}
+QWEN2_5 = [name for name in SIZES if name != "tiny"]
 _TOKENS = (1, 64, 1024)  # of the products that are measured: one sequence, many, a prompt
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # beyond the caches
 _MIN_SECONDS = 0.05  # of a measurement
@@ -80,17 +71,7 @@ def what_fits(card_bytes: int) -> Iterator[tuple[str, str]]:
 
 def qwen2_5(size: str) -> ModelShape:
     """The shapes of a size in QWEN2_5, packed to NVFP4."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = QWEN2_5[size]
-    model = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
-    return shape_of(model, RunConfig().model, name=f"Qwen2.5-{size}")
+    return shape_of(qwen2_config(size), RunConfig().model, name=f"Qwen2.5-{size}")
 
 
 def _device_report(device: torch.device, measure: bool) -> Iterator[tuple[str, str]]:
@@ -107,7 +88,7 @@ def _device_report(device: torch.device, measure: bool) -> Iterator[tuple[str, s
     seconds = layer_seconds(qwen2_5(size), device, dtype)
     times = ", ".join(f"{1e3 * s:.3g} ms for {t}" for t, s in zip(_TOKENS, seconds, strict=True))
     yield "a layer", f"the products of a {size} layer: {times} tokens"
-    layers = QWEN2_5[size][2]
+    layers = SIZES[size].layers
     rates = [t / (s * layers) for t, s in zip(_TOKENS[:2], seconds, strict=False)]
     yield "decoding", f"{size}: below {rates[0]:.0f} tokens/s of one sequence, {rates[1]:.0f} of {_TOKENS[1]}"
 

@@ -49,7 +49,7 @@ class Size(NamedTuple):
 
 
 SIZES: Mapping[str, Size] = {
-    "tiny": Size(128, 256, 2, 4, 2, 2048, True),  # no Qwen2.5: for a CPU
+    "tiny": Size(128, 256, 2, 4, 2, 2048, True),  # no Qwen2.5: for a CPU; the others are of Qwen/Qwen2.5-<size>
     "0.5B": Size(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": Size(1536, 8960, 28, 12, 2, 151936, True),
     "3B": Size(2048, 11008, 36, 16, 2, 151936, True),
@@ -62,8 +62,15 @@ SIZES: Mapping[str, Size] = {
 
 def write_folder(folder: Path, name: str) -> None:
     """The folder of a model without weights: `name` is a key of SIZES."""
+    qwen2_config(name).save_pretrained(folder)
+    GenerationConfig(eos_token_id=SIZES[name].vocabulary).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+
+
+def qwen2_config(name: str) -> Qwen2Config:
+    """What transformers knows of a key of SIZES."""
     size = SIZES[name]
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
@@ -74,9 +81,6 @@ def write_folder(folder: Path, name: str) -> None:
         rms_norm_eps=1e-6,
         tie_word_embeddings=size.tied,
     )
-    config.save_pretrained(folder)
-    GenerationConfig(eos_token_id=size.vocabulary).save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

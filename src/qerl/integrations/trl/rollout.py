@@ -33,7 +33,7 @@ from qerl import philox
 from qerl.config import RolloutConfig, validate
 from qerl.engine import Engine, SyncReport, build_engine
 from qerl.integrations.trl.callback import NormPlace, find_norms, stand_ins
-from qerl.noise import NoiseController, NoiseDraw, build_controller, relative_noise
+from qerl.noise import NoiseDraw, build_controller, relative_noise
 from qerl.types import Request, SamplingParams
 
 ROLLOUT_VERSIONS = ">=1.16,<1.17"
@@ -68,7 +68,6 @@ class EngineRollout:
         self.engine: Engine | None = None
         """From the first rollout on."""
         self._trainer: Any = None
-        self._controller: NoiseController | None = None
         self._places: list[NormPlace] = []
         self._sampling = SamplingParams()
         self._rollout: tuple[int, bool] = (-1, False)  # optimizer step, and whether for training
@@ -124,7 +123,6 @@ class EngineRollout:
         rollout = RolloutConfig.model_validate(settings)
         self._sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
         self._places = find_norms(trainer.model) if self.config.noise.enabled else []
-        self._controller = None
         self.engine = build_engine(trainer.model, eos_ids=trainer.eos_token_ids, config=rollout)
         self._trainer = trainer
         return self.engine
@@ -134,9 +132,8 @@ class EngineRollout:
         (step, training), noise, trainer = self._rollout, self.config.noise, self._trainer
         if not training or not noise.enabled:
             return None
-        if self._controller is None:
-            self._controller = build_controller(noise, trainer.state.max_steps)
-        return NoiseDraw(self._seed(), step, self._controller.sigma(step), noise.per)
+        sigma = build_controller(noise, trainer.state.max_steps).sigma(step)  # a schedule, which keeps no state
+        return NoiseDraw(self._seed(), step, sigma, noise.per)
 
     def _seed(self) -> int:
         """Of one rollout: no two of a step, or of two processes, share noise or keys."""
