@@ -109,6 +109,15 @@ class Projection:
             yield from self._within.copies(self._packed, entries)
         if self._beside is not None:
             yield from self._beside.copies(entries)
+        yield from self._trained_biases()
+
+    def _trained_biases(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same of biases that are trained with the adapters (PEFT's `bias`), where the product has copies."""
+        bias = self._products[0][1]
+        if len(self._products) == 1 and bias is not None:
+            for part, base in zip(bias.split(self._sizes), self._bases, strict=True):
+                if base.bias.requires_grad:
+                    yield part, base.bias
 
 
 @torch.no_grad()

@@ -51,6 +51,17 @@ def check(fused: Projection, linears: list[nn.Module], gain: float = 1.0) -> Non
         assert gain != 1 or factors is None or (got - bare).abs().max() > 0.1
 
 
+def test_biases_that_are_trained_too_are_those_of_the_trainer() -> None:
+    linears = qkv(policy("qwen2"))
+    fused = Projection(linears, torch.float32)
+    for linear in linears:
+        bias = base_linear(linear).bias
+        assert bias is not None
+        bias.requires_grad_().data += 1
+    sync([fused])
+    check(fused, linears)
+
+
 def test_one_product_takes_its_adapters_in(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = qkv(policy("qwen2"))
     seen, fused = products(monkeypatch), Projection(linears, torch.float32)
