@@ -221,7 +221,7 @@ def test_what_cannot_be_compared(folders, tmp_path):
         open_pair(settings(folders["nvfp4"]), None)
     with pytest.raises(ValueError, match=r"qwen3 is another model: .*_proj is \[\d+, 64\] there and \[\d+, \d+\] in"):
         open_pair(settings(folders["nvfp4"]), folders["qwen3"])
-    with pytest.raises(ValueError, match=r"model.format is bf16, but .* holds mxfp4 weights"):
+    with pytest.raises(ValueError, match=r"--against .*mxfp4 is packed itself \(mxfp4\): name the bf16 folder"):
         open_pair(settings(folders["nvfp4"]), folders["mxfp4"])
     long = tmp_path / "long.txt"
     long.write_text("5+" * 600)

@@ -15,6 +15,7 @@ A quantize_checkpoint that was cut off goes on where it was when it is called ag
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -124,7 +125,8 @@ def staged(target: Path, *, needs_bytes: int = 0, journal: Mapping[str, Any] | N
     """A new folder `<target>.partial` to fill, which gets its name at the end and is removed after an exception.
 
     With a `journal`'s key it stays after an exception once there is one in it, and is there again for the same key.
-    ValueError, before anything is written: the target exists, or its disk has less than `needs_bytes` left.
+    ValueError, before anything is written: the target exists, another process is at it, or its disk has less than
+    `needs_bytes` left.
     """
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} exists: remove it, or choose another name")
@@ -135,23 +137,45 @@ def staged(target: Path, *, needs_bytes: int = 0, journal: Mapping[str, Any] | N
         raise ValueError(
             f"{target} takes about {needs_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: make room first"
         )
-    if journal is None or not _Journal(partial, journal).found:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was cut off
     partial.mkdir(parents=True, exist_ok=True)
-    try:
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():  # safetensors makes files that only their owner can read
-                path.chmod(partial.stat().st_mode & 0o666)
-            flush(path)
-        partial.rename(target)
-        flush(target.absolute().parent)
-    except BaseException:
+    with _alone(partial):
         if journal is None or not _Journal(partial, journal).found:
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            logger.warning("%s keeps what is done: the same command goes on with it", partial)
-        raise
+            _empty(partial)  # of a run that was cut off
+        try:
+            yield partial
+            for path in partial.rglob("*"):
+                if path.is_file():  # safetensors makes files that only their owner can read
+                    path.chmod(partial.stat().st_mode & 0o666)
+                flush(path)
+            partial.rename(target)
+            flush(target.absolute().parent)
+        except BaseException:
+            if journal is None or not _Journal(partial, journal).found:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                logger.warning("%s keeps what is done: the same command goes on with it", partial)
+            raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Hold the folder's lock, which ends with the process. ValueError: another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another process: wait for it, or stop it") from None
+        except OSError:
+            pass  # a network's file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write_dense(source: DenseSource, folder: Path, *, progress: Progress | None = None) -> dict[str, Any]:

@@ -97,11 +97,14 @@ def stored_format(path: str) -> str | None:
 def open_pair(config: ModelConfig, against: Path | None) -> tuple[Base, Base]:
     """A model and its reference, matched by name and shape; no weight is read yet.
 
-    ValueError: what `open_base` refuses, a packed model without a reference, layers that are not the same in both.
+    ValueError: what `open_base` refuses, a packed model without a reference, a packed reference, layers that are not the
+    same in both.
     """
     model = open_base(config)
     if against is None and model.source.checkpoint.quantization is not None:
         raise ValueError(f"{model.folder} is packed: name the bf16 folder that it was made of, --against BF16_MODEL")
+    if against is not None and (packed := stored_format(str(against))) is not None:
+        raise ValueError(f"--against {against} is packed itself ({packed}): name the bf16 folder")
     dense = {"path": str(against or config.path), "format": "bf16", "device": config.device, "dtype": config.dtype}
     reference = open_base(ModelConfig.model_validate(dense | {"trust_remote_code": config.trust_remote_code}))
     ours, theirs = _shapes(model), _shapes(reference)

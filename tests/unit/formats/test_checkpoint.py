@@ -561,6 +561,14 @@ def packed_files(source: Path, target: Path) -> list[Path]:
     return list(target.glob("*.safetensors"))
 
 
+def test_two_runs_do_not_write_one_folder(qwen, tmp_path):
+    with module.staged(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"out.partial is being written by another process"):
+            quantize_checkpoint(qwen, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
 def test_a_run_that_saved_nothing_leaves_nothing(qwen, tmp_path, monkeypatch):
     cut_off(monkeypatch, qwen, tmp_path / "out", 0)
     assert not (tmp_path / "out.partial").exists()
