@@ -97,8 +97,8 @@ def stored_format(path: str) -> str | None:
 def open_pair(config: ModelConfig, against: Path | None) -> tuple[Base, Base]:
     """A model and its reference, matched by name and shape; no weight is read yet.
 
-    ValueError: what `open_base` refuses, a packed model without a reference, a packed reference, layers that are not the
-    same in both.
+    ValueError: what `open_base` refuses, a packed model without a reference, a packed reference, layers that differ in
+    name or shape.
     """
     model = open_base(config)
     if against is None and model.source.checkpoint.quantization is not None:
