@@ -46,6 +46,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Quan
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, Checkpoint, from_stored
 from qerl.formats.codes import BLOCKS, Codes, PackedCodes, PackedFormat, Scale, dequantize, packed_format
+from qerl.formats.folding import CALIBRATION_FILE
 from qerl.formats.writing import as_stored, compressed_tensors_config
 from qerl.kernels.layout import PackedWeight, unpack
 from qerl.nn.linear import PackedLinear, frozen_weights
@@ -201,6 +202,8 @@ class PackedQuantizer(HfQuantizer):
         """By the name of each linear that is packed."""
         self.waiting: dict[str, Tensor] = {}
         """Dense weights on their device whose group is not complete yet."""
+        self.calibration: Path | None = None
+        """The factors of the folder that was loaded, where it has some: `save_pretrained` cannot write them."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """ValueError for a device map that leaves some layers on the CPU, the disk or nowhere."""
@@ -224,6 +227,8 @@ class PackedQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise ValueError("packed weights are read from a folder: from_pretrained(folder), without a state_dict")
         checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+        calibration = checkpoint.folder / CALIBRATION_FILE
+        self.calibration = calibration if calibration.is_file() else None
         config = self.quantization_config
         stored = checkpoint.quantization
         if stored is not None and not self.pre_quantized:
@@ -302,6 +307,12 @@ class PackedQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The model's tensors with the packed layers as compressed-tensors stores them, on the host."""
+        if self.calibration is not None:
+            logger.warning(
+                "norms and weights hold factors that %s tells of, which is not written along: copy it to the same "
+                "place in the new folder, else noise and `qerl export --unfold` take them for none",
+                self.calibration,
+            )
         state = model.state_dict()
         for name, linear in packed_linears(model):
             state.update(as_stored(name, linear.codes()))

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import qerl
 from qerl.config import LoraConfig, ModelConfig
+from qerl.formats.folding import CALIBRATION_FILE
 from qerl.formats.writing import quantize_checkpoint
 from qerl.integrations.transformers import TRANSFORMERS_VERSIONS, HubLinear, packed_linears
 from qerl.kernels.layout import unpack
@@ -99,6 +100,19 @@ def test_packed_folders_load_as_stored_and_are_saved_so_again(packed, tmp_path, 
     )
     stored["ignore"].remove("model.embed_tokens")  # no linear: nothing that loads the folder would pack it
     assert again == stored
+
+
+def test_factors_that_are_not_saved_along_are_told(packed, tmp_path, caplog):
+    _, folder = packed
+    calibrated = tmp_path / "calibrated"
+    (calibrated / CALIBRATION_FILE.parent).mkdir(parents=True)
+    (calibrated / CALIBRATION_FILE).touch()
+    for name, told in ((folder, 0), (calibrated, 1)):
+        if told:
+            for file in folder.iterdir():
+                (calibrated / file.name).symlink_to(file)
+        AutoModelForCausalLM.from_pretrained(name).save_pretrained(tmp_path / f"saved-{told}")
+        assert caplog.text.count("channels.safetensors tells of, which is not written along: copy it") == told
 
 
 def test_a_model_quantised_while_loading_is_saved_as_qerl_quantize_would(tmp_path):
