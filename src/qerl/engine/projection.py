@@ -20,6 +20,7 @@ Called by model.py. Leaves out all adapters but LoRA.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -128,12 +129,14 @@ def sync(projections: Sequence[Projection]) -> Float32[Tensor, " adapters"]:
     """
     factors = [[lora_factors(linear) for linear in projection._linears] for projection in projections]
     pairs = [pair for p, of_p in zip(projections, factors, strict=True) for pair in p._copies(of_p)]
-    # What lies alike in memory is one launch for dozens of tensors; the rest, B in slices of ranks, is one each.
-    for alike in (True, False):
-        some = [(to, new) for to, new in pairs if (to.stride() == new.stride()) == alike]
-        if some:
-            to, new = zip(*some, strict=True)
-            torch._foreach_copy_(to, new)  # pyright: ignore[reportPrivateImportUsage]
+    # What lies alike in memory is one launch for dozens of tensors; the rest, B in slices of ranks, is one each. Lists
+    # of several dtypes would be slow, or, in some versions of torch, wrong.
+    groups: defaultdict[object, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for to, new in pairs:
+        groups[to.stride() == new.stride(), to.dtype, new.dtype].append((to, new))
+    for group in groups.values():
+        to, new = zip(*group, strict=True)
+        torch._foreach_copy_(to, new)  # pyright: ignore[reportPrivateImportUsage]
     bs = [f.b for of_p in factors for f in of_p if f is not None]
     if not bs:
         return torch.zeros(0)
