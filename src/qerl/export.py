@@ -5,7 +5,9 @@
     requantized   merged, in NVFP4 or MXFP4 again
 
 W is the weight that the adapter was trained over: the codes' values, also where the run quantised a bf16 folder while
-it loaded. The sum is taken in fp32 and rounded once. Trained norms replace the base's; exploration noise is never part
+it loaded. The sum is taken in fp32 and rounded once: to 4 bits, or to 16 with dither. W lies on the grid of 16 bits
+already, so that rounding to nearest would give W back wherever B A is less than half a step of it; dithered, B A is kept
+in the mean, and a weight that nothing was added to stays as it is. Trained norms replace the base's; exploration noise is never part
 of a weight, so there is none to take out. Over a base that AWQ's factors are folded into (formats/folding.py), all
 three belong to the folded model. `unfold` makes an adapter fit the model before: A diag(1 / inputs), diag(outputs) B,
 trained norms times their factors.
@@ -21,13 +23,15 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Float32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,7 +40,15 @@ from qerl.config import ModelConfig
 from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
 from qerl.formats.folding import RECORD as QUANTIZE_RECORD
 from qerl.formats.folding import Fold, read_folds
-from qerl.formats.writing import Progress, dense_bytes, packable, staged, write_dense, write_quantized
+from qerl.formats.writing import (
+    Progress,
+    dense_bytes,
+    packable,
+    packed_groups,
+    staged,
+    write_dense,
+    write_quantized,
+)
 from qerl.nn.load import Base, open_base
 from qerl.nn.lora import SavedAdapter, read_adapter
 from qerl.rl.checkpoint import list_checkpoints, read_state
@@ -146,6 +158,7 @@ def export(
                 ledger.add(name, weight, dequantize(codes), merged.change(f"{name}.weight"))
 
             keep = sorted(merged.dense_linears & packable(merged, format)) if trained.model.format != "bf16" else []
+            merged.exact = packed_groups(merged, keep, format).keys()
             write_quantized(
                 merged, folder, format=format, keep=keep, device=base.device, progress=progress, observe=observe
             )
@@ -165,6 +178,8 @@ class Merged:
     ) -> None:
         """`observe` is told name, exact value, rounded value and change (None: unchanged) of what is rounded."""
         self.base, self.adapter, self.observe = base, adapter, observe
+        self.exact: Collection[str] = ()
+        """Linears that are given in fp32, since they are quantised next."""
         self.checkpoint = base.source.checkpoint
         self.folder, self.shards = base.folder, self.checkpoint.shards
         self.config = {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
@@ -199,7 +214,7 @@ class Merged:
         return self.checkpoint.shape(name)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor with what was learned, on the host. ValueError names one that holds NaN or infinity."""
+        """The tensor with what was learned. ValueError names one that holds NaN or infinity."""
         linear, norm = self._linears.get(name), self._norms.get(name)
         if norm is not None:
             before = self.checkpoint.tensor(name)
@@ -213,7 +228,10 @@ class Merged:
         else:
             stored = self.base.weight(module)
             weight, dtype = stored.float(), stored.dtype
-        return self._rounded(name, weight if change is None else weight + change, dtype, change)
+        exact = weight if change is None else weight + change
+        if name.removesuffix(".weight") in self.exact:
+            return exact
+        return self._rounded(name, exact, dtype, change)
 
     def change(self, name: str) -> Tensor | None:
         """scaling * B A of a linear's weight, in fp32 on the base's device; None where there is no adapter."""
@@ -224,12 +242,23 @@ class Merged:
         return (factors.b.to(device) @ factors.a.to(device)).mul_(factors.scaling)
 
     def _rounded(self, name: str, exact: Tensor, dtype: torch.dtype, change: Tensor | None) -> Tensor:
-        rounded = exact.to(dtype)
-        if not rounded.isfinite().all():
+        rounded = exact.to(dtype) if change is None else dithered(exact, dtype, seed=zlib.crc32(name.encode()))
+        if not (exact.isfinite() & rounded.isfinite()).all():
             raise ValueError(f"{name} contains NaN or infinity once it is merged: a damaged base?")
         if self.observe is not None:
             self.observe(name.removesuffix(".weight"), exact, rounded, change)
         return rounded.cpu()
+
+
+def dithered(exact: Float32[Tensor, "*shape"], dtype: torch.dtype, *, seed: int) -> Float[Tensor, "*shape"]:
+    """Each value rounded up or down by chance, so that the mean is kept; what `dtype` holds stays as it is.
+
+    Random bits are added where bits will be cut off: as many as float32's mantissa has more than that of `dtype`.
+    """
+    cut = 23 + round(math.log2(torch.finfo(dtype).eps))
+    generator = torch.Generator(exact.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << cut, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
+    return ((exact.view(torch.int32) + noise) & -(1 << cut)).view(torch.float32).to(dtype)
 
 
 class _Ledger:

@@ -7,8 +7,9 @@ A weight matrix [N, K] is cut along K into blocks of 16 values. A weight is
 with a 4-bit code, one E4M3 scale for each block and one float32 scale for the tensor (or for each output row):
 4.5 bits a weight. Every product e2m1 * block_scale has at most six significant bits, so it is exact in bf16.
 
-`quantize` takes global_scale = amax(tensor) / (6 * 448), so that the block of the largest value gets the largest E4M3
-scale, and then for each block either
+`quantize` takes global_scale = 2^ceil(log2(amax(tensor) / (6 * 448))): the smallest power of two under which every
+block's scale is an E4M3 number. So a weight is exact in bf16 too, and has the same bits in whatever order others multiply
+or divide. Then for each block either
 
     amax    block_scale = e4m3(amax(block) / 6 / global_scale): the largest value lands on 6
     sweep   the E4M3 code near that one with the least squared error over the block (data-free, 21-27 % less weight MSE)
@@ -109,23 +110,32 @@ def quantize(
 
 
 def shared_global_scale(weights: Iterable[Float[Tensor, "_ _"]], names: Sequence[str]) -> Float32[Tensor, " 1"]:
-    """The global scale of matrices that become one product: amax over all of them / (6 * 448); 1 if all are zero.
+    """The global scale of matrices that become one product, from the amax over all of them.
 
-    It is computed as 1 / (6 * 448 / amax), because files store that divisor: so a matrix has the same bits whether it
-    was read from a file or quantised while loading. `weights` may be a generator: one at a time is looked at.
-    ValueError names the matrix that holds a NaN or an infinity.
+    `weights` may be a generator: one at a time is looked at. ValueError names the matrix that holds a NaN or an
+    infinity.
     """
     return global_scale_of(finite_amax(weights, names))
 
 
 def global_scale_of(amax: Float32[Tensor, ""]) -> Float32[Tensor, " 1"]:
-    """The global scale of a tensor whose largest magnitude is `amax`."""
-    divisor = (E2M1_MAX * E4M3_MAX / amax.reshape(1)).clamp(max=1 / MIN_GLOBAL_SCALE)
-    return torch.where(amax > 0, 1 / divisor, 1.0)
+    """The smallest power of two that is at least amax / (6 * 448); 1 where amax is 0.
+
+    The quotient itself would lift the largest block's scale to 448, and leave the smallest blocks up to an octave more
+    of E4M3: 0.03 % of the squared error of Qwen2.5-Coder-0.5B. A power of two keeps weights exact in bf16, and its
+    inverse, which files store, exact too.
+    """
+    # PAPER: QeRL, as NVIDIA's own recipes, takes the quotient.
+    quotient = (amax.reshape(1) / (E2M1_MAX * E4M3_MAX)).clamp(min=MIN_GLOBAL_SCALE)
+    exponent = (quotient.view(torch.int32) + 0x7FFFFF) & 0x7F800000  # rounded up to the next float32 without mantissa
+    return torch.where(amax > 0, exponent.view(torch.float32), 1.0)
 
 
 def dequantize(t: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> Float[Tensor, "n k"]:
-    """code * block_scale * global_scale, in float32 and in this order, then one rounding to `dtype`."""
+    """code * block_scale * global_scale, in float32 and in this order, then one rounding to `dtype`.
+
+    Nothing is rounded in float32 or bf16 where `quantize` chose the global scale; others choose ones that round.
+    """
     values = torch.tensor(E2M1_VALUES, device=t.packed.device)[unpack_nibbles(t.packed).int()]
     scaled = values.view(*t.block_scale.shape, BLOCK) * t.block_scale.float().unsqueeze(2)
     return (scaled.flatten(1) * t.global_scale.unsqueeze(1)).to(dtype)

@@ -81,35 +81,46 @@ def theirs(request, tmp_path_factory) -> tuple[str, Path]:
     return format, folder
 
 
-def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+def decompressed(folder: Path, dtype: torch.dtype | str) -> dict[str, torch.Tensor]:
     """The weights that transformers computes with."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         model(torch.arange(4)[None])  # the first forward decompresses
     return dict(model.named_parameters())
 
 
-def check_equal(format: str, folder: Path) -> None:
-    checkpoint, weights = Checkpoint(folder), decompressed(folder)
+def check_equal(format: str, folder: Path, *, exact: bool, dtype: torch.dtype | str = "auto") -> None:
+    checkpoint, weights = Checkpoint(folder), decompressed(folder, dtype)
     assert checkpoint.quantization == ("compressed-tensors", format)
     packed = {name.rpartition(".")[0] for name in checkpoint.names() if name.endswith("weight_packed")}
     assert len(packed) == 14
     for name in packed:
         values = FORMATS[format].dequantize(checkpoint.codes(name), torch.bfloat16)
         weight = weights[f"{name}.weight"]
-        if format == "mxfp4":
+        if exact:
             assert torch.equal(values, weight), name
-        else:  # theirs divides the block's scale by the divisor first: another order of rounding, a bf16 step at most
+        else:  # under a divisor that is no power of two, dividing the block's scale by it first rounds: a bf16 step
             assert torch.allclose(values.float(), weight.float(), rtol=2.0**-7, atol=0), name
             assert (values != weight).float().mean() < 0.02, name
 
 
 def test_the_library_reads_what_we_write(ours):
-    check_equal(*ours)
+    check_equal(*ours, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_library_reads_what_we_write_of_other_dtypes(dtype, tmp_path):
+    """It makes bf16 of any folder's codes, whose values are the same numbers here in float32."""
+    tiny_model().to(dtype).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "packed")
+    check_equal("nvfp4", tmp_path / "packed", exact=True, dtype=torch.bfloat16)
+    checkpoint = Checkpoint(tmp_path / "packed")
+    codes = checkpoint.codes("model.layers.1.mlp.up_proj")
+    assert torch.equal(nvfp4.dequantize(codes), nvfp4.dequantize(codes, torch.bfloat16).float())
 
 
 def test_we_read_what_the_library_writes(theirs):
-    check_equal(*theirs)
+    check_equal(*theirs, exact=theirs[0] == "mxfp4")
 
 
 @pytest.mark.parametrize(("option", "scale"), [("sweep", "sweep"), ("amax", "ocp")])

@@ -31,7 +31,8 @@ def write_modelopt(source: Path, folder: Path, style: str) -> dict[str, torch.Te
         if ".layers." not in name or tensor.ndim != 2 or module == EXCLUDED:
             tensors[name] = tensor
             continue
-        t = quantize(tensor, scale="amax")
+        scale = tensor.abs().max().float().reshape(1) / (6 * 448)  # and not a power of two, as qerl takes it
+        t = quantize(tensor, scale="amax", global_scale=scale)
         values[name] = dequantize(t)
         tensors |= {name: t.packed, f"{name}_scale": t.block_scale, f"{name}_scale_2": t.global_scale.reshape(())}
         tensors[f"{module}.input_scale"] = torch.tensor(0.01)
