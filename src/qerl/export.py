@@ -6,9 +6,9 @@
 
 W is the weight that the adapter was trained over: the codes' values, also where the run quantised a bf16 folder while
 it loaded. The sum is taken in fp32 and rounded once: to 4 bits, or to 16 with dither. W lies on the grid of 16 bits
-already, so that rounding to nearest would give W back wherever B A is less than half a step of it; dithered, B A is kept
-in the mean, and a weight that nothing was added to stays as it is. Trained norms replace the base's; exploration noise is never part
-of a weight, so there is none to take out. Over a base that AWQ's factors are folded into (formats/folding.py), all
+already: rounding to nearest would give W back wherever B A is less than half a step. Dithered, B A is kept in the
+mean, and what nothing was added to stays as it is. Trained norms replace the base's; exploration noise is never
+part of a weight, so there is none to take out. Over a base that AWQ's factors are folded into (formats/folding.py), all
 three belong to the folded model. `unfold` makes an adapter fit the model before: A diag(1 / inputs), diag(outputs) B,
 trained norms times their factors.
 

@@ -37,7 +37,7 @@ def trained(output_dir: Path, *settings: str, resume: bool = False) -> dict[str,
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
-    """All but one number in a thousand: where a gradient is 0 but for rounding, Adam makes a step of either sign of it."""
+    """All but one number in a thousand: of a gradient that is 0 but for rounding Adam makes a step up or down."""
     off = torch.cat([((got[name] - tensor).abs() > atol).flatten() for name, tensor in expected.items()])
     assert got.keys() == expected.keys() and off.float().mean() < 1e-3
 

@@ -8,8 +8,8 @@ with a 4-bit code, one E4M3 scale for each block and one float32 scale for the t
 4.5 bits a weight. Every product e2m1 * block_scale has at most six significant bits, so it is exact in bf16.
 
 `quantize` takes global_scale = 2^ceil(log2(amax(tensor) / (6 * 448))): the smallest power of two under which every
-block's scale is an E4M3 number. So a weight is exact in bf16 too, and has the same bits in whatever order others multiply
-or divide. Then for each block either
+block's scale is an E4M3 number. So a weight is exact in bf16 too, in whatever order others multiply or divide.
+Then for each block either
 
     amax    block_scale = e4m3(amax(block) / 6 / global_scale): the largest value lands on 6
     sweep   the E4M3 code near that one with the least squared error over the block (data-free, 21-27 % less weight MSE)

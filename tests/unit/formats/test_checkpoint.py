@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
