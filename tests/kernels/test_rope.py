@@ -8,7 +8,7 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
 from qerl.kernels.e4m3 import encode
-from qerl.kernels.rope import Destination, HeadNorms
+from qerl.kernels.rope import Destination, HeadNorms, Rotation
 from qerl.kernels.rope.reference import rotate_and_store_reference_
 
 PAGE = 16
@@ -54,7 +54,7 @@ class Problem:
         q, k, v = (x.unflatten(1, (-1, self.d)) for x in product.split(self.sizes, dim=1))
         cos, sin = self.cos[:, : self.d // 2], self.sin[:, : self.d // 2]
         destination = Destination(pages, self.destination.rows, scales) if store else None
-        rotate_and_store_(q, k, v, cos, sin, self.norms, destination)
+        rotate_and_store_(q, k, v, Rotation(cos, sin, self.norms), destination)
         return (product, pages) if scales is None else (product, pages, scales)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -42,10 +42,13 @@ def run_interpreted(path: str) -> None:
     assert " skipped" not in run.stdout, run.stdout
 
 
-def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> list[Any]:
+def compile_launches(
+    capability: int, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], *, reads_ahead: Sequence[str] = ()
+) -> list[Any]:
     """Compile what `call` launches (on CPU tensors) for a compute capability: the kernels, not run.
 
-    From 9.0 on those of overlap.py are compiled to overlap, and must wait before they touch memory.
+    From 9.0 on those of overlap.py are compiled to overlap, and must wait before they touch memory; those of the names
+    `reads_ahead` may read before, and must.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -69,7 +72,7 @@ def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Cal
             kwargs |= {"OVERLAP": True, "launch_pdl": True}
         compiled.append(run(self, *args, warmup=True, **kwargs))
         if overlaps:
-            check_waits_first(compiled[-1].asm["sass"])
+            check_waits_first(compiled[-1].asm["sass"], reads_ahead=self.__name__ in reads_ahead)
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "_active", Absent())
@@ -78,7 +81,8 @@ def compile_launches(capability: int, monkeypatch: pytest.MonkeyPatch, call: Cal
     return compiled
 
 
-def check_waits_first(machine_code: str) -> None:
-    """Nothing is read from memory, or written, before the wait for the kernel before (ACQBULK)."""
+def check_waits_first(machine_code: str, *, reads_ahead: bool = False) -> None:
+    """Before the wait for the kernel before (ACQBULK) nothing is written to memory, nor, unless it may be, read."""
     before, _, after = machine_code.partition("ACQBULK")
-    assert _MEMORY.search(after) and not _MEMORY.search(before), machine_code
+    early = set(_MEMORY.findall(before))
+    assert _MEMORY.search(after) and early == ({"LDG"} if reads_ahead else set()), machine_code

@@ -2,12 +2,12 @@
 
     y = softmax(q K^T * scale) V       K, V: of the token's own sequence, up to itself
 
-All are made once a forward pass and called once a layer, as attend(layer, q, k, v), with rotated q and k, after k and v
-of all tokens were stored where `destination(layer)` says.
+All are made once a forward pass and called once a layer, as attend(layer, q, k, v, rotation), with what the q, k, v
+product gave: they rotate (kernels/rope), store keys and values, attend.
 
     PromptAttention   whole prompts, whose keys and values nobody keeps: the probe's
     ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
-    DecodeAttention   goes over pages (kernels/attention)
+    DecodeAttention   goes over pages (kernels/attention, one kernel for all three)
 
 `alone`: every sequence in a call of its own, so that its bits depend on its own tokens only; decode attention's kernel
 on a GPU does without.
@@ -28,7 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
 from qerl.kernels.attention import decode_attention
-from qerl.kernels.rope import Destination
+from qerl.kernels.rope import Destination, Rotation, rotate_and_store_
 from qerl.kernels.slots import locate
 from qerl.nn.attention import Packing, attend_packed
 
@@ -37,18 +37,15 @@ from qerl.nn.attention import Packing, attend_packed
 class Attention(Protocol):
     """What the decoder calls in every layer."""
 
-    def destination(self, layer: int) -> Destination | None:
-        """Where the layer's k and v must be before the call; None: they are not kept."""
-        ...
-
     def __call__(
         self,
         layer: int,
         q: Float[Tensor, "t heads d"],
         k: Float[Tensor, "t kv_heads d"],
         v: Float[Tensor, "t kv_heads d"],
+        rotation: Rotation,
     ) -> Float[Tensor, "t heads_d"]:
-        """Attention of t tokens; heads are concatenated in the result."""
+        """Attention of t tokens; heads are concatenated in the result. q and k may be rotated in place."""
         ...
 
 
@@ -59,11 +56,13 @@ class PromptAttention:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self._packing = Packing(ends.to(device), tuple(lengths))
 
-    def destination(self, layer: int) -> None:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
         """See `Attention`."""
+        rotate_and_store_(q, k, v, rotation)
+        return self.of_rotated(q, k, v)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention`."""
+    def of_rotated(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same of rotated queries and keys."""
         return attend_packed(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self._packing).flatten(1)
 
 
@@ -98,13 +97,10 @@ class ChunkAttention:
         rows_of_calls = [[length] for length in whole] if alone else [whole] if whole else []
         self._whole = [(sum(of_call), PromptAttention(of_call, device)) for of_call in rows_of_calls]
 
-    def destination(self, layer: int) -> Destination:
-        """See `Attention`."""
-        pages, scales = self._cache.of_layer(layer)
-        return Destination(pages, self._rows, scales)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
         """See `Attention`. With fp8, a chunk sees its own keys and values as those see them that read its pages."""
+        pages, scales = self._cache.of_layer(layer)
+        rotate_and_store_(q, k, v, rotation, Destination(pages, self._rows, scales))
         outputs = []
         num_continued = sum(self._lengths)
         for queries, context in zip(q[:num_continued].split(self._lengths), self._contexts, strict=True):
@@ -114,12 +110,12 @@ class ChunkAttention:
                 queries.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True
             )
             outputs.append(y[0].transpose(0, 1).flatten(1))
-        if self._whole and self._cache.scales is not None:
+        if self._whole and scales is not None:
             k, v = self._cache.read(layer, self._rows)
         first = num_continued
         for length, attend in self._whole:
             rows = slice(first, first := first + length)
-            outputs.append(attend(layer, q[rows], k[rows], v[rows]))
+            outputs.append(attend.of_rotated(q[rows], k[rows], v[rows]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -139,19 +135,17 @@ class DecodeAttention:
         self._rows, self._lengths = locate(page_table, positions, PAGE_SIZE)
         self._pages = [num_pages(length) for length in self._lengths.tolist()] if alone else None
 
-    def destination(self, layer: int) -> Destination:
-        """See `Attention`."""
-        pages, scales = self._cache.of_layer(layer)
-        return Destination(pages, self._rows, scales)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
         """See `Attention`."""
         pages, scales = self._cache.of_layer(layer)
         if self._pages is None:
-            return decode_attention(q, pages, self._page_table, self._lengths, scales).flatten(1)
-        rows = [slice(i, i + 1) for i in range(len(q))]
-        outputs = [
-            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i], scales)
-            for i, n in zip(rows, self._pages, strict=True)
-        ]
+            to = Destination(pages, self._rows, scales)
+            return decode_attention(q, k, v, rotation, to, self._page_table, self._lengths).flatten(1)
+        outputs = []
+        for i, n in enumerate(self._pages):
+            one = slice(i, i + 1)
+            turn = Rotation(rotation.cos[one], rotation.sin[one], rotation.norms)
+            to = Destination(pages, self._rows[one], scales)
+            table = self._page_table[one, :n]
+            outputs.append(decode_attention(q[one], k[one], v[one], turn, to, table, self._lengths[one]))
         return torch.cat(outputs).flatten(1)

@@ -10,7 +10,7 @@ model is none of these. Weights, embedding and head are the model's, read at eve
 once: the trainer's is frozen); adapters and norm vectors are copies that `sync` refreshes; rotary angles are a table of
 what the model's own module computes, so that scaled positions are right. Rounding follows the trainer's forward pass:
 activations in the embedding's dtype, norms in fp32, products as in projection.py. Between two products runs one
-operation of kernels/: norm (which also adds what the block before gave), rope, attention or activation.
+operation of kernels/: norm (which also adds what the block before gave), attention (which rotates) or activation.
 
 Called by the runner, with an attention of attention.py, and by the probe. Leaves out sliding windows.
 """
@@ -34,7 +34,7 @@ from qerl.formats.nvfp4 import quantize
 from qerl.kernels.activation import swiglu
 from qerl.kernels.layout import pack
 from qerl.kernels.norm import add_rms_norm_
-from qerl.kernels.rope import HeadNorms, rotate_and_store_
+from qerl.kernels.rope import HeadNorms, Rotation
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS, w4a16
 from qerl.nn import structure
 from qerl.nn.lora import is_lora
@@ -145,8 +145,7 @@ class Decoder:
             normed = add_rms_norm_(x, delta, gains.of_site(2 * i), self._eps, gains.index)
             q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in layer.qkv(normed, adapter_gain))
             norms = HeadNorms(head_gains[2 * i], head_gains[2 * i + 1], self._eps) if self._has_head_norms else None
-            rotate_and_store_(q, k, v, cos, sin, norms, attend.destination(i))
-            delta = layer.o(attend(i, q, k, v), adapter_gain)[0]
+            delta = layer.o(attend(i, q, k, v, Rotation(cos, sin, norms)), adapter_gain)[0]
             normed = add_rms_norm_(x, delta, gains.of_site(2 * i + 1), self._eps, gains.index)
             delta = layer.down(swiglu(*layer.gate_up(normed, adapter_gain)), adapter_gain)[0]
         return add_rms_norm_(x, delta, final_norm, self._eps)

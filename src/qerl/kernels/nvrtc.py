@@ -366,7 +366,7 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-_COUNTERS = 4096  # more than any of our kernels starts blocks, or warps that share a tile
+_COUNTERS = 1 << 16  # more than any of our kernels starts blocks, or warps that share a tile, or has key heads
 _zeros: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 
@@ -375,10 +375,11 @@ def zeros(device: torch.device) -> Tensor:
 
     Kernels on one stream follow each other and share them; each stream has its own. So has each stream of each graph
     capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
-    once for all its kernels, and the memory is the graph's; here it is held until the stream's next capture.
+    once for all its kernels, and the memory is the graph's; here it is held until the stream's next capture. On a CPU,
+    where Triton's interpreter runs kernels one at a time, all share one.
     """
-    stream = current_stream(device.index)
-    capturing = torch.cuda.is_current_stream_capturing()
+    stream = current_stream(device.index) if device.type == "cuda" else 0
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     capture = capture_id(stream) if capturing else 0
     number, counters = _zeros.get((device, stream, capturing), (-1, None))
     if counters is None or number != capture:

@@ -13,7 +13,8 @@ is exact to the bit on every path, and so are codes and scales. Heads of a token
     CUDA, bf16, d a power of two  rotate.py: Triton, each byte read and written once
     anything else                 reference.py
 
-Called by the engine's decoder in every layer. Leaves out rotations of a part of the head.
+Called by the engine's attention to prompts and chunks, and by kernels/attention where its own kernel, which does the
+same to a decode step's tokens, does not run. Leaves out rotations of a part of the head.
 """
 
 from __future__ import annotations
@@ -22,25 +23,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.kernels.rope.reference import Destination, HeadNorms, rotate_and_store_reference_
+from qerl.kernels.rope.reference import Destination, HeadNorms, Rotation, rotate_and_store_reference_
 
-__all__ = ["Destination", "HeadNorms", "rotate_and_store_"]
+__all__ = ["Destination", "HeadNorms", "Rotation", "rotate_and_store_"]
 
 
 def rotate_and_store_(
     q: Float[Tensor, "t heads d"],
     k: Float[Tensor, "t kv_heads d"],
     v: Float[Tensor, "t kv_heads d"],
-    cos: Float[Tensor, "t half"],
-    sin: Float[Tensor, "t half"],
-    norms: HeadNorms | None = None,
+    rotation: Rotation,
     destination: Destination | None = None,
 ) -> None:
-    """Norm and rotate q and k in place, then copy k and v to `destination`. cos, sin: of each token's position."""
+    """Norm and rotate q and k in place, then copy k and v to `destination`."""
     d = q.shape[-1]
     if q.is_cuda and q.dtype == torch.bfloat16 and d & (d - 1) == 0:
         from qerl.kernels.rope.rotate import rotate_and_store_bf16_  # Triton is there where CUDA is
 
-        rotate_and_store_bf16_(q, k, v, cos, sin, norms, destination)
+        rotate_and_store_bf16_(q, k, v, rotation, destination)
     else:
-        rotate_and_store_reference_(q, k, v, cos, sin, norms, destination)
+        rotate_and_store_reference_(q, k, v, rotation, destination)

@@ -20,6 +20,16 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Rotation(NamedTuple):
+    """What becomes of the heads of t tokens."""
+
+    cos: Float[Tensor, "t half"]
+    """Of the angles at each token's position, in the heads' dtype."""
+    sin: Float[Tensor, "t half"]
+    norms: HeadNorms | None = None
+    """Before the rotation."""
+
+
 class Destination(NamedTuple):
     """Where keys and values of t tokens are kept."""
 
@@ -35,12 +45,11 @@ def rotate_and_store_reference_(
     q: Float[Tensor, "t heads d"],
     k: Float[Tensor, "t kv_heads d"],
     v: Float[Tensor, "t kv_heads d"],
-    cos: Float[Tensor, "t half"],
-    sin: Float[Tensor, "t half"],
-    norms: HeadNorms | None = None,
+    rotation: Rotation,
     destination: Destination | None = None,
 ) -> None:
     """`rotate_and_store_`."""
+    cos, sin, norms = rotation
     if norms is not None:
         q.copy_(rms_norm_reference(q, norms.q_gain, norms.eps))
         k.copy_(rms_norm_reference(k, norms.k_gain, norms.eps))

@@ -17,7 +17,7 @@ from torch import Tensor
 from qerl.kernels import e4m3
 from qerl.kernels.numerics import e4m3_codes, rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
-from qerl.kernels.rope.reference import Destination, HeadNorms
+from qerl.kernels.rope.reference import Destination, Rotation
 
 LARGEST, TINY = tl.constexpr(e4m3.LARGEST), tl.constexpr(e4m3.TINY)
 
@@ -26,14 +26,13 @@ def rotate_and_store_bf16_(
     q: Float[Tensor, "t heads d"],
     k: Float[Tensor, "t kv_heads d"],
     v: Float[Tensor, "t kv_heads d"],
-    cos: Float[Tensor, "t half"],
-    sin: Float[Tensor, "t half"],
-    norms: HeadNorms | None = None,
+    rotation: Rotation,
     destination: Destination | None = None,
 ) -> None:
     """`rotate_and_store_` on one CUDA device; d is a power of two."""
     tokens, heads, d = q.shape
     kv_heads = k.shape[1]
+    cos, sin, norms = rotation
     assert all(x.stride()[1:] == (d, 1) for x in (q, k, v)), "heads of a token must be adjacent"
     assert cos.stride() == sin.stride() and cos.stride(1) == 1 and cos.dtype == sin.dtype == q.dtype
     pages, rows, scales = (None, cos, None) if destination is None else destination
@@ -77,6 +76,19 @@ def rotate_and_store_bf16_(
 
 
 @triton.jit
+def turned(x, cos, other, sin, dtype: tl.constexpr):
+    """x cos + other sin, rounded as `dtype` after each step: x and its other half of the head, float32."""
+    return rounded(rounded(x * cos, dtype).to(tl.float32) + rounded(other * sin, dtype).to(tl.float32), dtype)
+
+
+@triton.jit
+def coding(largest):
+    """Of a head whose largest |x| this is: the scale of its codes, and what x is multiplied by (kernels/e4m3.py)."""
+    largest = tl.maximum(largest, TINY)
+    return tl.div_rn(largest, LARGEST), tl.div_rn(LARGEST, largest)
+
+
+@triton.jit
 def _rotate_heads(at, inside, gain_ptr, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr):
     """Norm and rotate the heads at the pointers `at` [heads, half], in place; the new halves."""
     dtype = at.dtype.element_ty
@@ -88,9 +100,7 @@ def _rotate_heads(at, inside, gain_ptr, eps, cos, sin, HALF: tl.constexpr, NORM:
         inverse_rms = tl.rsqrt(mean + eps)[:, None]
         first = rounded(tl.load(gain_ptr + column)[None, :] * (first * inverse_rms), dtype).to(tl.float32)
         second = rounded(tl.load(gain_ptr + HALF + column)[None, :] * (second * inverse_rms), dtype).to(tl.float32)
-    a, b = rounded(first * cos, dtype).to(tl.float32), rounded(second * sin, dtype).to(tl.float32)
-    c, d = rounded(second * cos, dtype).to(tl.float32), rounded(first * sin, dtype).to(tl.float32)
-    first, second = rounded(a - b, dtype), rounded(c + d, dtype)
+    first, second = turned(first, cos, second, -sin, dtype), turned(second, cos, first, sin, dtype)
     tl.store(at, first, mask=inside)
     tl.store(at + HALF, second, mask=inside)
     return first, second
@@ -143,12 +153,11 @@ def _rotate_kernel(
         v = tl.load(v_ptr + token * v_stride + kv_head * (2 * HALF) + whole)
         if CODED:
             first, second, v = first.to(tl.float32), second.to(tl.float32), v.to(tl.float32)
-            of_k = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second))), TINY)
-            of_v = tl.maximum(tl.max(tl.abs(v)), TINY)
+            k_scale, of_k = coding(tl.max(tl.maximum(tl.abs(first), tl.abs(second))))
+            v_scale, of_v = coding(tl.max(tl.abs(v)))
             scale_at = (row // PAGE * KV_HEADS + kv_head) * PAGE + row % PAGE
-            tl.store(key_scales_ptr + scale_at, tl.div_rn(of_k, LARGEST))
-            tl.store(value_scales_ptr + scale_at, tl.div_rn(of_v, LARGEST))
-            of_k, of_v = tl.div_rn(LARGEST, of_k), tl.div_rn(LARGEST, of_v)
+            tl.store(key_scales_ptr + scale_at, k_scale)
+            tl.store(value_scales_ptr + scale_at, v_scale)
             first, second, v = e4m3_codes(first * of_k), e4m3_codes(second * of_k), e4m3_codes(v * of_v)
         tl.store(keys_ptr + to + column, first)
         tl.store(keys_ptr + to + HALF + column, second)
