@@ -7,7 +7,7 @@ import torch
 from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
 from qerl.kernels.activation import swiglu
-from qerl.kernels.activation.reference import swiglu_reference
+from qerl.kernels.activation.reference import swiglu_grad_reference, swiglu_reference
 
 
 def halves(tokens: int, n: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -46,6 +46,33 @@ def test_the_kernel_at_the_ends_of_the_range(device):
     assert torch.equal(swiglu_bf16(gate, ones), gate.clamp(min=0))
 
 
+def test_the_reference_gradient_is_autograds():
+    gate, up = (x.float().requires_grad_() for x in halves(9, 48))
+    dy = torch.randn(9, 48)
+    expected = torch.autograd.grad(swiglu_reference(gate, up), [gate, up], dy)
+    for found, exact in zip(swiglu_grad_reference(dy, gate, up), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens, n", [(1, 96), (3, 1030)])
+def test_the_gradients_kernel_is_the_reference_but_for_rounding(tokens, n, device):
+    from qerl.kernels.activation.swiglu_grad import swiglu_grad_bf16
+
+    gate, up = halves(tokens, n, device)
+    dy = torch.randn(tokens, n, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    found = swiglu_grad_bf16(dy, gate, up)
+    for one, exact in zip(found, swiglu_grad_reference(dy, gate, up), strict=True):
+        assert one.is_contiguous()
+        torch.testing.assert_close(one, exact, rtol=2**-6, atol=1e-6)
+        assert (one != exact).float().mean() < 1e-2
+    ends = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]], dtype=torch.bfloat16, device=device)
+    ones = torch.ones_like(ends)
+    dgate, dup = swiglu_grad_bf16(ones, ends, ones)
+    assert dgate.tolist() == [[0, 0, 0.5, 1, 1]] and torch.equal(dup, ends.clamp(min=0))
+
+
 @needs_triton
 @outer_run
 def test_in_tritons_interpreter():
@@ -57,6 +84,9 @@ def test_in_tritons_interpreter():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernel_compiles(capability, monkeypatch):
     from qerl.kernels.activation.swiglu import swiglu_bf16
+    from qerl.kernels.activation.swiglu_grad import swiglu_grad_bf16
 
-    (compiled,) = compile_launches(capability, monkeypatch, lambda: swiglu_bf16(*halves(8, 18944)))
-    assert "st.global.v4" in compiled.asm["ptx"]
+    gate, up = halves(8, 18944)
+    calls = lambda: (swiglu_bf16(gate, up), swiglu_grad_bf16(gate, gate, up))  # noqa: E731
+    forward, backward = compile_launches(capability, monkeypatch, calls)
+    assert "st.global.v4" in forward.asm["ptx"] and "st.global.v4" in backward.asm["ptx"]

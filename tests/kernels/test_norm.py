@@ -7,7 +7,7 @@ import torch
 from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
 from qerl.kernels.norm import add_rms_norm_
-from qerl.kernels.norm.reference import add_rms_norm_reference_
+from qerl.kernels.norm.reference import add_rms_norm_reference_, rms_norm_grad_reference, rms_norm_reference
 from qerl.nn.rmsnorm import rms_norm
 
 EPS = 1e-6
@@ -60,6 +60,28 @@ def test_the_kernel_adds_exactly_and_norms_but_for_rounding(tokens, h, gains, de
         assert (y != expected).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("gains", ["vector", "per token"])
+def test_the_reference_gradient_is_autograds(gains):
+    x, dy, gain, _ = problem(7, 96, gains, dtype=torch.float32)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(rms_norm_reference(x, gain, EPS), x, dy)
+    torch.testing.assert_close(rms_norm_grad_reference(dy, x, gain, EPS), expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.parametrize("tokens, h", [(1, 64), (3, 896)])
+def test_the_gradients_kernel_is_the_reference_but_for_rounding(tokens, h, gains, device):
+    from qerl.kernels.norm.rms_norm_grad import rms_norm_grad_bf16
+
+    x, dy, gain, index = problem(tokens, h, gains, device=device)
+    expected = rms_norm_grad_reference(dy, x, gain if index is None else gain[index], EPS)
+    dx = rms_norm_grad_bf16(dy, x, gain, EPS, index)
+    torch.testing.assert_close(dx, expected, rtol=2**-7, atol=1e-5)
+    assert (dx != expected).float().mean() < 0.01
+
+
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_gives_a_token_the_same_bits_in_any_company(device):
@@ -86,8 +108,14 @@ def test_the_kernel_compiles(gains, capability, monkeypatch):
     from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_
 
     x, delta, gain, index = problem(8, 3584, gains)
-    (compiled,) = compile_launches(capability, monkeypatch, lambda: add_rms_norm_bf16_(x, delta, gain, EPS, index))
-    assert "st.global.v4" in compiled.asm["ptx"]
+    from qerl.kernels.norm.rms_norm_grad import rms_norm_grad_bf16
+
+    def calls() -> None:
+        add_rms_norm_bf16_(x, delta, gain, EPS, index)
+        rms_norm_grad_bf16(delta, x, gain, EPS, index)
+
+    forward, backward = compile_launches(capability, monkeypatch, calls)
+    assert "st.global.v4" in forward.asm["ptx"] and "st.global.v4" in backward.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@
 
 A [tokens, vocabulary] matrix would be the largest tensor of a training step by far (16k tokens of a 152k vocabulary:
 10 GB in fp32), so it never exists: forward and backward each go through `chunk` tokens at a time, and the backward
-pass computes the logits again. Products run in the head's own dtype, without a copy of it; what follows is fp32.
+pass computes the logits again. Products run in the head's own dtype, without a copy of it, all into the same memory;
+what follows is fp32 (kernels/logprobs).
 
 Gradient: to `hidden` only, and through the log-probabilities only. The head is frozen, and the entropy is a metric.
 """
@@ -16,10 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from qerl.kernels.logprobs import logprob_grad_, token_statistics
 
 
 def token_logprobs(
@@ -33,7 +35,8 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """Log-probability of `targets` and entropy in nats, both fp32, of softmax((hidden weight^T + bias) / temperature).
 
-    `chunk` is the number of tokens whose logits exist at a time (two or three fp32 [chunk, V] at the peak). T may be 0.
+    `chunk` is the number of tokens whose logits exist at a time: one [chunk, V] in the head's dtype, and outside of the
+    kernel's reach (kernels/logprobs) two in fp32. T may be 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -48,12 +51,10 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        for part in _chunks(len(hidden), chunk):
-            scores = _scores(hidden[part], weight, bias, temperature)
-            normalizer[part] = scores.logsumexp(-1)
-            scores.sub_(normalizer[part, None])
-            logprobs[part] = scores.gather(-1, targets[part, None]).squeeze(-1)
-            entropy[part] = scores.exp().mul_(scores).sum(-1).neg_()
+        for part, scores in _scores(hidden, weight, bias, chunk):
+            of_part = token_statistics(scores, targets[part], temperature)
+            for whole, values in zip((logprobs, entropy, normalizer), of_part, strict=True):
+                whole[part] = values
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)
@@ -63,21 +64,24 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        for part in _chunks(len(hidden), ctx.chunk):
-            # d logprob / d score_v = [v is the target] - softmax_v
-            scores = _scores(hidden[part], weight, bias, ctx.temperature)
-            grad_scores = scores.sub_(normalizer[part, None]).exp_().neg_()
-            grad_scores.scatter_add_(-1, targets[part, None], torch.ones_like(grad_scores[:, :1]))
-            grad_scores.mul_(grad[part, None] / ctx.temperature)
-            grad_hidden[part] = (grad_scores.to(weight.dtype) @ weight).to(hidden.dtype)
+        grad_hidden, grad = torch.empty_like(hidden), grad.contiguous()
+        for part, scores in _scores(hidden, weight, bias, ctx.chunk):
+            logprob_grad_(scores, targets[part], normalizer[part], grad[part], ctx.temperature)
+            grad_hidden[part] = (scores @ weight).to(hidden.dtype)
         return grad_hidden, None, None, None, None, None
 
 
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, total, size))
-
-
-def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Logits / temperature in fp32, from a product in the weight's dtype."""
-    return F.linear(hidden.to(weight.dtype), weight, bias).float().div_(temperature)
+def _scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int
+) -> Iterator[tuple[slice, Float[Tensor, "chunk v"]]]:
+    """Logits in the weight's dtype, chunk by chunk, all in the same memory."""
+    buffer = weight.new_empty(min(chunk, len(hidden)), len(weight))
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        rows = hidden[part].to(weight.dtype)
+        scores = buffer[: len(rows)]
+        if bias is None:
+            torch.mm(rows, weight.T, out=scores)
+        else:
+            torch.addmm(bias, rows, weight.T, out=scores)
+        yield part, scores

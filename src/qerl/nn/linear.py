@@ -62,7 +62,19 @@ class PackedLinear(nn.Linear):
         """input W^T + bias, in the input's dtype."""
         if torch.compiler.is_compiling() and isinstance(self.packed, PackedWeight):
             return w4a16(input, self.packed, self.bias)  # an operator, which has its own autograd formula
-        return _PackedLinear.apply(input, self.packed, self.bias)
+        return _PackedLinear.apply(input, self, self.bias)
+
+    def product(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
+        """`forward`, which no gradient goes through; the result is the caller's to change."""
+        if isinstance(self.packed, PackedWeight):
+            return w4a16(x, self.packed, self.bias)
+        return coded_product(x, [self.packed], self.bias)
+
+    def input_grad(self, dy: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch k"]:
+        """dy W; the result is the caller's to change."""
+        if isinstance(self.packed, PackedWeight):
+            return w4a16_input_grad(dy, self.packed)
+        return coded_input_grad(dy, self.packed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """nn.Module's way to move and cast; only a move reaches the codes."""
@@ -73,18 +85,13 @@ class PackedLinear(nn.Linear):
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: PackedWeight | CodedWeight, bias: Tensor | None) -> Tensor:
-        ctx.packed = packed
-        return w4a16(x, packed, bias) if isinstance(packed, PackedWeight) else coded_product(x, [packed], bias)
+    def forward(ctx: Any, x: Tensor, linear: PackedLinear, bias: Tensor | None) -> Tensor:
+        ctx.linear = linear
+        return linear.product(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            packed: PackedWeight | CodedWeight = ctx.packed
-            coded = isinstance(packed, CodedWeight)
-            grad_x = coded_input_grad(grad, packed) if coded else w4a16_input_grad(grad, packed)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        grad_x = ctx.linear.input_grad(grad) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias

@@ -2,8 +2,13 @@
 
     y = base(x) + scaling * ((x A^T) B^T)       A [r, K], B [N, r]; scaling = alpha / r, or alpha / sqrt(r) with rsLoRA
 
-A and B are fp32 masters, rounded to x's dtype in every forward pass; the last step is one addition in fp32, rounded
-once. `add_lora` is that equation, and the engine computes the same one from what `lora_factors` hands it.
+A and B are fp32 masters, rounded to x's dtype in every forward pass, and so is u = x A^T; the last step is one product
+u B^T added in fp32 to base(x), rounded once. `adapted_product` is that equation and its gradient in as few passes over
+memory as the products need, and the engine computes the same one from what `lora_factors` hands it:
+
+    y  = base(x);    y += scaling * u B^T           in place
+    du = scaling * dy B;    dB = scaling * dy^T u;    dA = du^T x           dA, dB: fp32
+    dx = dy W;       dx += du A                     in place
 
 PEFT owns names, files and switches: `save_pretrained` writes an adapter that plain transformers + PEFT load
 over the original base, and `adapters_disabled` gives the reference policy. What differs here: A is drawn from a key
@@ -35,6 +40,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from qerl import philox
 from qerl.config import LoraConfig
@@ -72,12 +78,49 @@ def lora_factors(linear: nn.Module) -> LoraFactors | None:
     return _factors(linear)
 
 
-def add_lora(
-    base: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch k"], factors: LoraFactors
-) -> Float[Tensor, "*batch n"]:
-    """base + scaling * ((x A^T) B^T), with A and B rounded to x's dtype."""
-    delta = F.linear(F.linear(x, factors.a.to(x.dtype)), factors.b.to(x.dtype))
-    return torch.add(base, delta, alpha=factors.scaling)
+def adapted_product(x: Float[Tensor, "*batch k"], base: nn.Linear, factors: LoraFactors) -> Float[Tensor, "*batch n"]:
+    """base(x) + scaling * ((x A^T) B^T), with A and B rounded to x's dtype; gradients to x, A, B and base's bias.
+
+    base: a PackedLinear, or an nn.Linear whose weight is frozen.
+    """
+    return _AdaptedProduct.apply(x, base, base.bias, factors.a, factors.b, factors.scaling)
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, base: nn.Linear, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        y = base.product(x) if isinstance(base, PackedLinear) else F.linear(x, base.weight, bias)
+        u = F.linear(x.flatten(0, -2), a.to(x.dtype))
+        y.flatten(0, -2).addmm_(u, b.to(x.dtype).T, alpha=scaling)
+        ctx.save_for_backward(x, u, a, b)
+        ctx.base, ctx.scaling = base, scaling
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, u, a, b = ctx.saved_tensors
+        base: nn.Linear = ctx.base
+        dy, dx, dbias, da, db = grad.flatten(0, -2), None, None, None, None
+        du = (dy @ b.to(dy.dtype)).mul_(ctx.scaling)
+        if ctx.needs_input_grad[0]:
+            dx = base.input_grad(grad) if isinstance(base, PackedLinear) else grad @ base.weight
+            dx.flatten(0, -2).addmm_(du, a.to(dy.dtype))
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+        if ctx.needs_input_grad[3]:
+            da = _product_in_fp32(du.T, x.flatten(0, -2)).to(a.dtype)
+        if ctx.needs_input_grad[4]:
+            db = _product_in_fp32(dy.T, u).mul_(ctx.scaling).to(b.dtype)
+        return dx, None, dbias, da, db, None
+
+
+def _product_in_fp32(left: Float[Tensor, "m k"], right: Float[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 class LoraLinear(PeftLinear):
@@ -85,8 +128,11 @@ class LoraLinear(PeftLinear):
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """The base's output plus the active adapter's."""
-        output, factors = self.base_layer(x), lora_factors(self)
-        return output if factors is None else add_lora(output, x, factors)
+        base, factors = self.get_base_layer(), lora_factors(self)
+        if factors is None:
+            return self.base_layer(x)
+        assert isinstance(base, nn.Linear)
+        return adapted_product(x, base, factors)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapter to the base weight. ValueError for a packed one: 4 bits would round most of it away."""

@@ -9,7 +9,7 @@ Contract: weight fp32 [H]; x [..., H] in any float dtype; noise rows fp32 [S, H]
 to the tokens of x in row-major order ([T, H], [1, T, H] or [B, 1, H]). The noise is read when forward runs, so whoever
 sets it must keep it for the backward pass as well, where layers may run again. Z gets no gradient. `fold` is what a
 calibration has divided the weight by (formats/folding.py): qerl/noise.py divides Z by it.
-The backward pass keeps x and one float a token; the float32 copies are recomputed.
+The backward pass keeps x alone; both passes are kernels/norm's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.norm import add_rms_norm_, rms_norm_grad
 from qerl.noise import NoiseRows
 
 
@@ -55,7 +56,7 @@ def rms_norm(
     weight: Float[Tensor, " h"],
     eps: float,
     noise: Float[Tensor, "s h"] | None = None,
-    index: Int[Tensor, " t"] | None = None,
+    index: Int64[Tensor, " t"] | None = None,
 ) -> Float[Tensor, "*batch h"]:
     """(weight + noise[index]) * x / rms(x). Without an index, `noise` is one row for every token."""
     if noise is not None:
@@ -69,32 +70,25 @@ def rms_norm(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, noise: Tensor | None, index: Tensor | None) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1]).float()
-        inverse_rms = torch.rsqrt(tokens.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, inverse_rms, noise, index)
-        return (_gain(weight, noise, index) * (tokens * inverse_rms)).to(x.dtype).view(x.shape)
+        ctx.save_for_backward(x, weight, noise, index)
+        ctx.eps = eps
+        return add_rms_norm_(x.reshape(-1, x.shape[-1]), None, _gain(weight, noise), eps, index).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # With n = x * r and r = 1 / rms: dr/dx = -r^3 x / h, so dx = r * (g - n * mean(g * n)) for g = gain * dy.
-        x, weight, inverse_rms, noise, index = ctx.saved_tensors
-        normed = x.reshape(-1, x.shape[-1]).float() * inverse_rms
-        grad = grad.reshape(-1, x.shape[-1]).float()
+        x, weight, noise, index = ctx.saved_tensors
+        tokens, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            scaled = _gain(weight, noise, index) * grad
-            grad_x = (
-                (inverse_rms * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype).view(x.shape)
-            )
+            grad_x = rms_norm_grad(grad, tokens, _gain(weight, noise), ctx.eps, index).view(x.shape)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normed).sum(0)
+            wide = tokens.float()
+            inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+            grad_weight = (grad.float() * (wide * inverse_rms)).sum(0)
         return grad_x, grad_weight, None, None, None
 
 
-def _gain(weight: Tensor, noise: Tensor | None, index: Tensor | None) -> Tensor:
-    """w + Z: [1, H], or [T, H] with an index."""
-    if noise is None:
-        return weight[None]
-    noisy = weight + noise
-    return noisy if index is None else noisy[index]
+def _gain(weight: Tensor, noise: Tensor | None) -> Float32[Tensor, "s h"]:
+    """w + Z, the rows that an index chooses from; one without."""
+    return weight[None] if noise is None else weight + noise

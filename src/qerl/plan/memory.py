@@ -13,10 +13,10 @@ same on loaded models. T is the tokens of the longest micro-batch, b the bytes o
 
 A layer keeps for its backward pass, in numbers a token (H hidden, I intermediate, Q and KV the widths of q and of k):
 
-    norms             2 H, and 4 bytes each (1 / rms)
+    norms             2 H
     what LoRA reads   H (q, k, v), H (gate, up); those of o and down are kept by their neighbours or I; the ranks
     attention         q, k, v, its output: 2 Q + 2 KV, and 4 bytes a head (log of the softmax's sum)
-    SwiGLU            gate, silu(gate), up: 3 I
+    SwiGLU            gate, up: 2 I
 
 and its backward pass makes up to 2 I + 2 H more. With recomputation one layer has all that, the others H each.
 
@@ -398,9 +398,10 @@ def update_parts(
         kept = {"layer inputs": num_kept * tokens * hidden * b}
         one_layer += max(layers) - tokens * hidden * b
     kept["rotary angles"] = 2 * tokens * shape.head_dim * b
-    # Two [chunk, V] in float32 (nn/head.py; one of them is there in the head's dtype, too, for a moment), the last
-    # norm's input and output, and the states that predict a token, with their gradient.
-    logits = min(config.optimizer.logprob_chunk, completion_tokens) * shape.vocabulary * 2 * _FP32
+    # One [chunk, V] in the head's dtype and, where that is not all (kernels/logprobs), two in float32, of which the
+    # first may be the same; the last norm's input and output, and the states that predict a token, with their gradient.
+    score = b if target.on_gpu and b == 2 else 2 * _FP32 + b * (b != _FP32)
+    logits = min(config.optimizer.logprob_chunk, completion_tokens) * shape.vocabulary * score
     logits += b * 2 * (tokens + completion_tokens) * hidden
     return kept | ({"one layer, backward": one_layer} if one_layer > logits else {"logits": logits})
 
@@ -411,7 +412,7 @@ def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int],
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     adapted = [linear for linear in layer.linears if ranks.get(linear.name, 0)]
     names = {linear.name.rpartition(".")[2] for linear in adapted}
-    numbers = 2 * hidden + 3 * intermediate + sum(ranks[linear.name] for linear in adapted)
+    numbers = 2 * hidden + 2 * intermediate + sum(ranks[linear.name] for linear in adapted)
     numbers += hidden * (not names.isdisjoint({"q_proj", "k_proj", "v_proj"}))
     numbers += hidden * (not names.isdisjoint({"gate_proj", "up_proj"}))
     numbers += intermediate * ("down_proj" in names)
@@ -419,12 +420,9 @@ def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int],
     numbers += 2 * q + 2 * (q if repeated else kv)
     if not (target.on_gpu and target.activation_bytes == 2) and "o_proj" in names:
         numbers += q  # attention's outputs, sequence by sequence and side by side
-    statistics = 2 + shape.heads
     if shape.has_head_norms:
         numbers += q + kv
-        statistics += shape.heads + shape.kv_heads
-    casts = b * sum(ranks[li.name] * (li.rows + li.columns) for li in adapted) if b != _FP32 else 0
-    return tokens * (numbers * b + statistics * _FP32) + casts
+    return tokens * (numbers * b + shape.heads * _FP32)
 
 
 def _linears(shape: ModelShape) -> list[Linear]:

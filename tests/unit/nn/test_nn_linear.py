@@ -83,7 +83,7 @@ def test_no_dense_weight_is_kept_for_the_backward_pass():
     assert [tensor.numel() for tensor in saved_for_backward(dense, x)] == [weight.numel()]  # the hook does see it
     assert saved_for_backward(linear, x) == []
     node = linear(x).grad_fn
-    assert node.packed is linear.packed and not any(isinstance(v, torch.Tensor) for v in vars(node).values())
+    assert node.linear is linear and not any(isinstance(v, torch.Tensor) for v in vars(node).values())
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double"])
@@ -176,7 +176,7 @@ def test_a_coded_linear_keeps_its_codes_alone(format):
     x = torch.randn(4, 128, requires_grad=True)
     assert saved_for_backward(first, x) == []
     y = first(x)
-    assert y.grad_fn.packed is first.packed
+    assert y.grad_fn.linear is first
     second(x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], weight.sum(0).expand(4, -1), atol=1e-4, rtol=1e-4)
     assert list(first.state_dict()) == ["bias"]

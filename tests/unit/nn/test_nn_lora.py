@@ -6,14 +6,18 @@ import peft
 import pytest
 import torch
 from tiny_models import quantized_pair, tiny_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qerl.config import LoraConfig
+from qerl.formats.codes import NF4, NVFP4
 from qerl.nn import recompute
 from qerl.nn.attention import packed_forward
-from qerl.nn.linear import PackedLinear
+from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.lora import (
+    LoraFactors,
     LoraLinear,
+    adapted_product,
     adapters_disabled,
     attach_lora,
     attach_saved_adapter,
@@ -145,9 +149,35 @@ def test_forward_is_the_equation_with_rounded_factors(dtype):
     layer = decoder_layers(adapted_model())[0].mlp.up_proj
     factors = lora_factors(layer)
     x = torch.randn(5, 64).to(dtype)
-    delta = (x @ factors.a.to(dtype).T) @ factors.b.to(dtype).T
-    expected = (layer.base_layer(x).float() + factors.scaling * delta.float()).to(dtype)
-    assert torch.equal(layer(x), expected) and layer(x).dtype == dtype
+    u = x @ factors.a.to(dtype).T
+    expected = layer.base_layer(x).double() + factors.scaling * u.double() @ factors.b.to(dtype).double().T
+    torch.testing.assert_close(layer(x), expected.to(dtype), rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nf4", "bf16"])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
+def test_gradients_are_autograds_of_the_equation(format, shape):
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(128, 64, generator=generator)
+    base, weight = nn.Linear(64, 128), dense
+    if format != "bf16":
+        codes = (NVFP4() if format == "nvfp4" else NF4()).quantize(dense)
+        base = PackedLinear(frozen_weights([codes])[0], torch.randn(128, generator=generator))
+        weight = base.product(torch.eye(64)).T - base.bias[:, None]
+    else:
+        base.weight = nn.Parameter(dense, requires_grad=False)
+    base.bias.requires_grad_()
+    a, b = (torch.randn(size, generator=generator, requires_grad=True) for size in ((4, 64), (128, 4)))
+    x = torch.randn(shape, generator=generator, requires_grad=True)
+    grad = torch.randn(*shape[:-1], 128, generator=generator)
+    inputs = [x, base.bias, a, b]
+    expected = x @ weight.detach().T + base.bias + 0.7 * (x @ a.T) @ b.T
+    y = adapted_product(x, base, LoraFactors(a, b, 0.7))
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(y, inputs, grad)
+    for one, other in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    assert torch.autograd.grad(adapted_product(x.detach(), base, LoraFactors(a, b, 0.7)).sum(), [b])[0].norm() > 0
 
 
 def test_factors_are_the_masters_and_go_with_the_switch():

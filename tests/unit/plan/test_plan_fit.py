@@ -160,7 +160,7 @@ def test_limits_are_the_last_that_fit(models):
         (["optimizer.micro_batch_tokens=65536", "rollout.prompts_per_step=64", *ONE_GROUP[2:]],
          {"optimizer.micro_batch_tokens"}),
         (["optimizer.gradient_checkpointing=false", *ONE_GROUP[2:]], {"optimizer.gradient_checkpointing"}),
-        (["optimizer.logprob_chunk=16384", "rollout.max_completion_length=16000", *ONE_GROUP],
+        (["optimizer.logprob_chunk=65536", "rollout.max_completion_length=30000", "rollout.kv_cache_tokens=34000"],
          {"optimizer.logprob_chunk"}),
     ],
 )  # fmt: skip

@@ -1,16 +1,18 @@
-"""norm: the residual addition and the RMSNorm after it, in one pass over the hidden states.
+"""norm: the residual addition and the RMSNorm after it, in one pass over the hidden states; the norm's gradient.
 
     x[t] = x[t] + delta[t]                                            rounded to x's dtype, in place; delta may be None
     y[t] = gain[row t] * (x[t] / sqrt(mean(x[t]^2) + eps))            fp32 from the rounded x on, rounded once
+    dx   = (s - n mean(s n)) / rms,  n = x / rms,  s = gain * dy      fp32, rounded once
 
 Contract: gain, fp32, is the norm's weight with the rollout's noise in it (engine/norms.py): one row for all tokens, row
 t for token t, or row index[t]. Rows of all arguments may be far apart. A token's bits depend on its own row alone.
 
     device, dtype of x      path
-    CUDA, bf16              add_rms_norm.py: Triton, one program a token, each byte read and written once
+    CUDA, bf16              add_rms_norm.py, rms_norm_grad.py: Triton, one program a token, each byte moved once
     anything else           reference.py
 
-Called by the engine's decoder. Leaves out gradients (nn/rmsnorm.py has them) and norms of heads (kernels/rope).
+Called by the engine's decoder and by nn/rmsnorm.py. Leaves out the gain's gradient (there) and norms of heads
+(kernels/rope).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
-from qerl.kernels.norm.reference import add_rms_norm_reference_
+from qerl.kernels.norm.reference import add_rms_norm_reference_, rms_norm_grad_reference
 
 
 def add_rms_norm_(
@@ -35,3 +37,18 @@ def add_rms_norm_(
 
         return add_rms_norm_bf16_(x, delta, gain, eps, index)
     return add_rms_norm_reference_(x, delta, gain, eps, index)
+
+
+def rms_norm_grad(
+    dy: Float[Tensor, "t h"],
+    x: Float[Tensor, "t h"],
+    gain: Float32[Tensor, "*rows h"],
+    eps: float,
+    index: Int64[Tensor, " t"] | None = None,
+) -> Float[Tensor, "t h"]:
+    """dx of the norm alone; `gain` and `index` as in `add_rms_norm_`."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from qerl.kernels.norm.rms_norm_grad import rms_norm_grad_bf16
+
+        return rms_norm_grad_bf16(dy, x, gain, eps, index)
+    return rms_norm_grad_reference(dy, x, gain if index is None else gain[index], eps)
