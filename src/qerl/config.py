@@ -32,6 +32,14 @@ _FORMATS_WITH = {
     "symmetric": ("int4",),
 }
 
+# Settings of [rollout] that mean nothing to vLLM, and what to do.
+_NOT_FOR_VLLM = {
+    "batch_invariant": "leave it out",
+    "head_format": "leave it out",
+    "kv_cache_dtype": "leave it out",
+    "kv_cache_tokens": "set rollout.kv_cache_memory",
+}
+
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -216,8 +224,9 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled."""
 
-    engine: Literal["auto", "qerl", "hf"] = "auto"
-    """auto: qerl's engine where it knows the architecture, else transformers' forward pass (slow, with a warning)."""
+    engine: Literal["auto", "qerl", "hf", "vllm"] = "auto"
+    """auto: qerl's engine where it knows the architecture, else transformers' forward pass (slow, with a warning).
+    vllm: vLLM, with a copy of the base of its own (needs `pip install qerl[vllm]`; docs/vllm.md)."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts (groups) in one step."""
     num_generations: int = Field(default=8, ge=2)
@@ -252,6 +261,13 @@ class RolloutConfig(Section):
     With less than all sequences need, fewer run at a time, and the youngest may be interrupted and go on later."""
     prefill_tokens: int = Field(default=8192, ge=16)
     """Most prompt tokens that run before the next decode steps, long prompts in pieces: bounds their activations."""
+
+    @model_validator(mode="after")
+    def _settings_that_vllm_has(self) -> RolloutConfig:
+        for key, instead in _NOT_FOR_VLLM.items():
+            if self.engine == "vllm" and getattr(self, key) != RolloutConfig.model_fields[key].default:
+                raise ValueError(f'rollout.{key} is of qerl\'s own engine, and rollout.engine = "vllm": {instead}')
+        return self
 
     @field_validator("kv_cache_memory")
     @classmethod
@@ -455,12 +471,33 @@ class RunConfig(Section):
                 f"loss.updates_per_rollout ({self.loss.updates_per_rollout}) must divide the "
                 f"{self.rollout.prompts_per_step * self.rollout.num_generations} completions of a step"
             )
+        if self.rollout.engine == "vllm":
+            self._fits_vllm()
         if self.loss.overlong_buffer >= self.rollout.max_completion_length:
             raise ValueError(
                 f"loss.overlong_buffer ({self.loss.overlong_buffer}) must be below rollout.max_completion_length "
                 f"({self.rollout.max_completion_length})"
             )
         return self
+
+    def _fits_vllm(self) -> None:
+        """ValueError for what vLLM does not do or say."""
+        refused = {
+            f'noise.per = "{self.noise.per}"': self.noise.enabled
+            and self.noise.per != "rollout"
+            and 'all of its tokens share one noise: set noise.per = "rollout"',
+            'noise.controller = "entropy"': self.noise.enabled
+            and self.noise.controller == "entropy"
+            and "it reports no entropies to follow: take another controller",
+            "lora.train_norms": self.lora.train_norms
+            and "small steps of a norm would round away in its bf16: set it to false",
+        } | {
+            f"{section}.temperature = {temperature}": not 0.01 <= temperature <= 2 and "it takes 0.01 to 2"
+            for section, temperature in (("rollout", self.rollout.temperature), ("eval", self.eval.temperature))
+        }
+        for setting, why in refused.items():
+            if why:
+                raise ValueError(f'rollout.engine = "vllm" with {setting}: {why}, or rollout.engine = "auto"')
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:

@@ -182,13 +182,20 @@ def site_rows(
     sites: all of a model, in order, on the device of `streams`.
     """
     (size,) = {site.weight.numel() for site in sites}
+    return folded_rows(draw, [norm_fold(site) for site in sites], streams, size)
+
+
+def folded_rows(
+    draw: NoiseDraw, folds: Sequence[Float32[Tensor, " size"] | None], streams: Int64[Tensor, " streams"], size: int
+) -> Float32[Tensor, "sites streams size"]:
+    """`site_rows` for norms that are not this package's: `folds` has s of each site, in order, None where it is 1."""
     at_once = max(1, _ROWS_AT_ONCE // len(streams))
     turns = [
-        torch.arange(i, min(i + at_once, len(sites)), device=streams.device) for i in range(0, len(sites), at_once)
+        torch.arange(i, min(i + at_once, len(folds)), device=streams.device) for i in range(0, len(folds), at_once)
     ]
     drawn = [draw.rows(n.repeat_interleave(len(streams)), streams.repeat(len(n)), size) for n in turns]
-    rows = torch.cat(drawn).view(len(sites), len(streams), size)
-    for of_site, fold in zip(rows, map(norm_fold, sites), strict=True):
+    rows = torch.cat(drawn).view(len(folds), len(streams), size)
+    for of_site, fold in zip(rows, folds, strict=True):
         if fold is not None:
             of_site /= fold
     return rows

@@ -64,14 +64,16 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """What the engine sampled after a prompt. All lists have one entry a token."""
+    """What the engine sampled after a prompt. A list has one entry a token."""
 
     token_ids: list[int]
     """Sampled ids, with the EOS where one ended it."""
     logprobs: list[float]
-    """`rollout_logprobs`: log-probability of each sampled token at the sampling temperature, before truncation."""
-    entropies: list[float]
-    """Entropy in nats of the distribution that each token was drawn from, at temperature, before truncation."""
+    """`rollout_logprobs`: log-probability of each sampled token at the sampling temperature, before truncation; NaN
+    where the engine has none of that distribution (vLLM's under truncation, which no training run may sample with)."""
+    entropies: list[float] | None
+    """Entropy in nats of the distribution that each token was drawn from, at temperature, before truncation; None from
+    an engine that does not say (vLLM)."""
     finish_reason: FinishReason
     """'stop' after an EOS, 'length' at `max_new_tokens`."""
 

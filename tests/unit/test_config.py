@@ -258,7 +258,7 @@ def test_numbers_are_finite(place, value):
         ("model.group_size=16", "32, 64 or 128"),
         ("model.scale=max", "'sweep' or 'amax'"),
         ("model.dtype=float16", "'auto', 'bfloat16' or 'float32'"),
-        ("rollout.engine=vllm", "'auto', 'qerl' or 'hf'"),
+        ("rollout.engine=sglang", "'auto', 'qerl', 'hf' or 'vllm'"),
         ("loss.type=ppo", "'grpo', 'dapo', 'dr_grpo', 'gspo' or 'cispo'"),
         ("loss.scale_rewards=yes", "'group', 'batch' or 'none'"),
         ("noise.controller=kl", "'schedule', 'divergence', 'entropy' or 'reward_variance'"),

@@ -2,5 +2,6 @@
 
 from qerl.engine.api import Engine, Progress, SyncReport
 from qerl.engine.engine import build_engine
+from qerl.engine.vllm.setup import check_engine
 
-__all__ = ["Engine", "Progress", "SyncReport", "build_engine"]
+__all__ = ["Engine", "Progress", "SyncReport", "build_engine", "check_engine"]

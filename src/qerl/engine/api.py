@@ -4,7 +4,8 @@
     generate(requests, sampling)   completions of prompts, all as token ids
     sleep(), wake()                memory of keys and values: given back for training, taken again
 
-`PagedEngine` (engine.py) and `TransformersEngine` (hf.py) implement it; rl/ and evaluate.py call it.
+`PagedEngine` (engine.py), `TransformersEngine` (hf.py) and `VLLMEngine` (vllm/) implement it; rl/ and evaluate/ call
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What reached the engine, and what it changes: the largest |difference| of a logit on the probe's few tokens."""
+    """What reached the engine, and what it changes: the largest |difference| of a logit on the probe's few tokens.
+
+    Of vLLM, which shows no logits, it is that of a log-probability.
+    """
 
     num_adapters: int
     """Linears with an adapter."""

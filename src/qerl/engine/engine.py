@@ -11,7 +11,7 @@ What lives how long:
     runner   as the cache, and while sampling parameters, kind of noise and adapters' ranks stay: slots, captured graphs
     pages    one call of `generate`, so that nothing computed under another policy or noise is ever read
 
-`build_engine` picks this engine where it knows the architecture, else hf.py, with a warning.
+`build_engine` picks this engine where it knows the architecture, else hf.py, with a warning; vllm/ if it is asked for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
+from qerl.engine.vllm.engine import VLLMEngine
 from qerl.kernels.attention import HEAD_DIMS
 from qerl.nn.structure import max_positions
 from qerl.noise import NoiseDraw
@@ -55,6 +56,8 @@ def build_engine(
     `rollout.engine` asks for qerl's engine and it cannot run the model, or if the KV cache that it allows cannot
     hold the longest sequence.
     """
+    if config.engine == "vllm":
+        return VLLMEngine(model, eos_ids=eos_ids, config=config, max_prompt_length=max_prompt_length)
     reason = unsupported(model)
     window = sliding_window(model)
     if reason is None and window is not None and config.max_completion_length >= window:

@@ -20,6 +20,7 @@ import torch
 
 import qerl
 from qerl.config import EvalConfig, ModelConfig, RolloutConfig, TaskConfig
+from qerl.engine import check_engine
 from qerl.evaluate.files import read_results, write_results
 from qerl.evaluate.sampling import GRADINGS, Evaluation, Grading, compare, grade_problems, sample_problems
 from qerl.evaluate.show import LEGEND, print_differences, print_evaluations, show_progress
@@ -142,6 +143,7 @@ def held_out(task: Task, limit: int | None) -> list[Example]:
 def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | None, file_name: str) -> Measured:
     """Load a policy, run all modes, grade. Completions are on disk before a grader sees them."""
     modes, examples = settings.modes(), held_out(task, settings.limit)
+    check_engine(settings.rollout, model)
     name = model.path if adapter is None else f"{model.path} + {adapter}"
     with show_progress(f"{Path(model.path).name}, loading") as progress:
         policy = load_policy(model, adapter, progress)

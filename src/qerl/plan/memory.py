@@ -127,11 +127,16 @@ class Memory:
 def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     """Bytes of a run.
 
-    ValueError: it samples through transformers, leaves no room for a prompt in the context, or states a share of memory
-    that is not known.
+    ValueError: it samples through transformers or vLLM, leaves no room for a prompt in the context, or states a share
+    of memory that is not known.
     """
     if config.rollout.engine == "hf":
         raise ValueError('rollout.engine = "hf" is not planned for: only qerl\'s own engine is')
+    if config.rollout.engine == "vllm":
+        raise ValueError(
+            'rollout.engine = "vllm" is not planned for: vLLM holds a second copy of the base, its KV cache and '
+            "activations of its own, which are not counted here"
+        )
     prompt, new = _longest(shape, config)
     ranks = adapter_ranks(shape, config.lora)
     model = model_parts(shape, target)

@@ -25,7 +25,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: T
     completions = [c for group in groups for c in group.completions]
     lengths = [len(c.token_ids) for c in completions]
     ended = [len(c.token_ids) for c in completions if not c.truncated]
-    entropies = [h for c in completions for h in c.entropies]
+    entropies = [h for c in completions for h in c.entropies or []]  # none at all: NaN, which is logged as null
     grades = task.grade_batch(
         [text for group in groups for text in group.texts],
         [group.example.columns for group in groups for _ in group.texts],

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl import philox
 from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
-from qerl.engine import build_engine
+from qerl.engine import build_engine, check_engine
 from qerl.evaluate import evaluate
 from qerl.evaluate.show import show_progress
 from qerl.nn.attention import packed_forward
@@ -115,6 +115,7 @@ class Trainer:
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
         check_installed(config.report_to)
+        check_engine(config.rollout, config.model, training=True)
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
