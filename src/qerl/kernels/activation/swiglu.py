@@ -13,8 +13,8 @@ from torch import Tensor
 from qerl.kernels.numerics import rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
 
-WIDTH: Any = 1024
-"""16 bytes of each operand a thread."""
+WIDTH: Any = 512
+"""Four columns a thread: with more, what a few tokens wait for is the code of one."""
 
 
 def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:

@@ -11,8 +11,9 @@ t for token t, or row index[t]. Rows of all arguments may be far apart. A token'
     CUDA, bf16              add_rms_norm.py, rms_norm_grad.py: Triton, one program a token, each byte moved once
     anything else           reference.py
 
-Called by the engine's decoder and by nn/rmsnorm.py. Leaves out the gain's gradient (there) and norms of heads
-(kernels/rope).
+Called by the engine's decoder and by nn/rmsnorm.py. The Triton kernel reads gain and index while kernels before it run:
+neither may come from one of the kernels that overlap (overlap.py). Leaves out the gain's gradient (nn/rmsnorm.py) and
+norms of heads (kernels/rope).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Triton kernel: one program adds and normalises one token, whose whole row it holds."""
+"""Triton kernel: one program adds and normalises one token, whose whole row it holds.
+
+Overlap (kernels/overlap.py): gain and index are read while the kernel before runs. No kernel since the look-up of the
+embedding, which lets nobody start early, writes them; and a gain comes from memory, where x and delta are in the cache.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,12 @@ def add_rms_norm_bf16_(
     assert x.stride(1) == 1 and rows.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
     assert index is not None or len(rows) in (1, tokens)
     out = torch.empty(tokens, h, dtype=x.dtype, device=x.device)
-    sizes: Any = {"H": h, "WIDTH": triton.next_power_of_2(h), "num_warps": 4 if h <= 2048 else 8}
+    width = triton.next_power_of_2(h)
+    sizes: Any = {
+        "H": h,
+        "WIDTH": width,
+        "num_warps": min(max(width // 256, 4), 16),
+    }  # 8 columns a thread, if it can be
     which: Any = {"ADD": delta is not None, "INDEXED": index is not None}
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(tokens,)](
@@ -64,10 +73,14 @@ def _add_rms_norm_kernel(
     INDEXED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < H
+    row = token
+    if INDEXED:
+        row = tl.load(index_ptr + token)
+    gain = tl.load(gain_ptr + row * gain_stride + column, mask=inside, other=0.0)
+    wait_for_previous(OVERLAP)
     dtype = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -75,9 +88,5 @@ def _add_rms_norm_kernel(
         new_x = rounded(x, dtype)
         tl.store(x_ptr + token * x_stride + column, new_x, mask=inside)
         x = new_x.to(tl.float32)
-    row = token
-    if INDEXED:
-        row = tl.load(index_ptr + token)
-    gain = tl.load(gain_ptr + row * gain_stride + column, mask=inside, other=0.0)
     inverse_rms = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
     tl.store(out_ptr + token * H + column, rounded(gain * (x * inverse_rms), dtype), mask=inside)

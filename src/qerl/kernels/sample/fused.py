@@ -25,6 +25,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
+from qerl.kernels.overlap import overlaps, wait_for_previous
 from qerl.kernels.sample.reference import Sampled
 
 _CHUNK = 2048
@@ -53,16 +54,16 @@ def sample_fused(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs, entropies = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     constants: dict[str, Any] = {"CHUNK": chunk, "GREEDY": greedy, "TRUNCATED": kept is not None}
-    unfused: Any = {"enable_fp_fusion": False}
+    more: Any = {"enable_fp_fusion": False, **overlaps(logits.device)}
     padded: Any = triton.next_power_of_2(chunks)
     with torch.cuda.device_of(logits):
         _chunk_kernel[(rows, chunks)](
             logits, logits.stride(0), mask, mask.stride(0), temperatures, seeds, counts, m, s, t, best, entries, size,
-            **constants, **unfused,
+            **constants, **more,
         )  # fmt: skip
         _join_kernel[(rows,)](
             logits, logits.stride(0), temperatures, m, s, t, best, entries, chunks, tokens, logprobs, entropies,
-            CHUNKS=padded, **unfused,
+            CHUNKS=padded, **more,
         )  # fmt: skip
     return Sampled(tokens, logprobs, entropies)
 
@@ -107,7 +108,9 @@ def _chunk_kernel(
     CHUNK: tl.constexpr,
     GREEDY: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = chunk * CHUNK
     entry = first + tl.arange(0, CHUNK)
@@ -150,7 +153,9 @@ def _join_kernel(
     logprobs_ptr,
     entropies_ptr,
     CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     at, inside = row * chunks + chunk, chunk < chunks
