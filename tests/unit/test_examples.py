@@ -46,6 +46,25 @@ def test_every_setting_of_a_comment_is_a_setting():
         load_config(path, overrides)
 
 
+def test_gsm8ks_pair_differs_in_the_base_and_the_noise_alone(tmp_path):
+    nvfp4, bf16 = (load_config(EXAMPLES / "gsm8k-0.5b" / f"{name}.toml") for name in ("nvfp4", "bf16"))
+    same = bf16.model_copy(update={name: getattr(nvfp4, name) for name in ("output_dir", "model", "noise")})
+    assert same == nvfp4 and (nvfp4.noise.enabled, bf16.noise.enabled) == (True, False)
+    for split, question in (("train", "7+8=?"), ("test", "8+7=?")):
+        (tmp_path / f"{split}.jsonl").write_text(f'{{"question": "{question}", "answer": "#### 15"}}\n')
+    task = load_task(nvfp4.task.model_copy(update={"path": str(tmp_path)}), seed=0)
+    rewards = RewardRunner.from_config(nvfp4.rewards, task, max_steps=1)
+    texts = ["It is 15.", "<think>so</think><answer>15</answer>", "<think>so</think><answer>14</answer>", "It is 14."]
+    scores = rewards.score(
+        prompts=[[]] * 4,
+        texts=texts,
+        completion_ids=[[]] * 4,
+        columns=[task.train_example(0).columns] * 4,
+        step=0,
+    )
+    assert scores.totals == pytest.approx([1.0, 1.05, 0.05, 0.0])
+
+
 def test_there_are_two_sizes_of_each_of_the_papers_runs():
     assert [path.name for path in PAPER] == ["14b.toml", "32b.toml", "3b.toml", "7b.toml"]
 

@@ -4,7 +4,7 @@
 |---|---|
 | `format_reward` | 1 for one think part and one answer part with nothing around them |
 | `tag_count_reward` | a quarter for each of the four tags that occurs exactly once |
-| `numeric_reward` | 1 for the number in the column `answer` (`numbers.py`) |
+| `numeric_reward` | 1 for the number in the column `answer` (`numbers.py`); `require_tags = false`: tags or not |
 | `math_reward` | 1 for the column `answer` as mathematics (`math_grader.py`) |
 | `exact_reward` | 1 for the text of the column `answer`, but for the amount of space |
 | `regex_reward` | 1 where `pattern` is found in the completion |
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from qerl.tasks.graders import Grader, build_grader
@@ -52,9 +53,12 @@ def tag_count_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [sum(text.count(tag) == 1 for tag in TAGS) / len(TAGS) for text in texts]
 
 
-def numeric_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Return 1 for a tagged answer that is the number in the column `answer`, else 0."""
-    return correctness_by(build_grader("numeric"))(completions, answer=answer)
+def numeric_reward(
+    completions: list[Any], answer: list[Any], *, require_tags: bool = True, **kwargs: Any
+) -> list[float | None]:
+    """Return 1 for an answer that is the number in the column `answer`, else 0; without tags as `numbers.tag_free`."""
+    grader = partial(build_grader("numeric"), require_tags=require_tags)
+    return correctness_by(grader)(completions, answer=answer)
 
 
 def math_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:

@@ -611,6 +611,9 @@ def test_a_reference_that_is_no_number_gives_no_value():
 def test_built_in_correctness():
     texts = [r"<answer>\\frac{1}{2}</answer>", "<answer>0.5</answer>", "<answer> 1/2 </answer>", "<answer>2</answer>"]
     assert numeric_reward(texts, answer=["1/2"] * 4) == [1.0, 1.0, 1.0, 0.0]
+    bare = ["So it is 0.5.", "<answer>1/3</answer> or 1/2"]
+    assert numeric_reward(bare, answer=["1/2"] * 2) == [0.0, 0.0]
+    assert numeric_reward(bare, answer=["1/2"] * 2, require_tags=False) == [1.0, 0.0]
     assert math_reward(texts, answer=["1/2"] * 4) == [1.0, 1.0, 1.0, 0.0]
     assert exact_reward(texts, answer=["1/2"] * 4) == [0.0, 0.0, 1.0, 0.0]
 

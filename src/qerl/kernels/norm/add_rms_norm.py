@@ -1,7 +1,7 @@
 """Triton kernel: one program adds and normalises one token, whose whole row it holds.
 
-Overlap (kernels/overlap.py): gain and index are read while the kernel before runs. No kernel since the look-up of the
-embedding, which lets nobody start early, writes them; and a gain comes from memory, where x and delta are in the cache.
+Overlap (kernels/overlap.py): gain and index are read while the kernel before runs. No kernel that overlaps writes them;
+and a gain comes from memory, where x and delta are in the cache.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ def add_rms_norm_bf16_(
     assert index is not None or len(rows) in (1, tokens)
     out = torch.empty(tokens, h, dtype=x.dtype, device=x.device)
     width = triton.next_power_of_2(h)
-    sizes: Any = {
-        "H": h,
-        "WIDTH": width,
-        "num_warps": min(max(width // 256, 4), 16),
-    }  # 8 columns a thread, if it can be
+    warps = min(max(width // 256, 4), 16)  # 8 columns a thread, up to 4,096
+    sizes: Any = {"H": h, "WIDTH": width, "num_warps": warps}
     which: Any = {"ADD": delta is not None, "INDEXED": index is not None}
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(tokens,)](
