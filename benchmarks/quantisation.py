@@ -27,6 +27,7 @@ import torch
 from qerl.calibrate import calibrated_quantize
 from qerl.config import ModelConfig, RolloutConfig, TaskConfig
 from qerl.evaluate.command import Settings, run
+from qerl.formats.codes import format_named
 from qerl.inspection.text import compare_text
 from qerl.inspection.weights import compare_weights, open_pair
 
@@ -73,8 +74,7 @@ def measure(
             options.model,
             path,
             training,
-            format=settings["format"],
-            scale=settings.get("scale", "sweep"),
+            format=format_named(settings["format"], scale=settings.get("scale", "sweep")),
             **calibration,
             length=options.length,
             max_windows=options.calibration_windows,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from qerl.config import ModelConfig
 from qerl.formats.awq import Choice, Inputs, choose_factors, exact_in_norm, untied
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import MXFP4, NVFP4, PackedFormat, Scale, packed_format
+from qerl.formats.codes import MXFP4, NVFP4
 from qerl.formats.folding import Calibration, Fold
 from qerl.formats.writing import packed_groups, quantize_checkpoint
 from qerl.inspection.text import windows_for
@@ -40,6 +40,8 @@ from qerl.nn.stream import prepared
 from qerl.nn.structure import decoder_layers
 
 logger = logging.getLogger(__name__)
+
+_DEFAULT = NVFP4()
 
 SITES = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj")),
@@ -86,8 +88,7 @@ def calibrated_quantize(
     target: Path | str,
     text: Path,
     *,
-    format: PackedFormat = "nvfp4",
-    scale: Scale = "sweep",
+    format: NVFP4 | MXFP4 = _DEFAULT,
     awq: bool = True,
     weighted: bool = True,
     keep: Sequence[str] = (),
@@ -105,7 +106,6 @@ def calibrated_quantize(
             source,
             text,
             format=format,
-            scale=scale,
             awq=awq,
             weighted=weighted,
             keep=keep,
@@ -125,7 +125,6 @@ def calibrated_quantize(
         source,
         target,
         format=format,
-        scale=scale,
         keep=keep,
         calibrate=run,
         made_with={"calibration": settings},
@@ -147,8 +146,7 @@ def calibrate(
     source: Path | str,
     text: Path,
     *,
-    format: PackedFormat = "nvfp4",
-    scale: Scale = "sweep",
+    format: NVFP4 | MXFP4 = _DEFAULT,
     awq: bool = True,
     weighted: bool = True,
     keep: Sequence[str] = (),
@@ -159,8 +157,8 @@ def calibrate(
 ) -> Calibrated:
     """Factors (`awq`) and importance (`weighted`) for the linears of a bf16 folder, from a text file's first windows.
 
-    The scales of `scale` are those that will be written. ValueError: what `open_base` and `windows_for` refuse, an
-    architecture that AWQ cannot fold, NaN in an activation.
+    `format`, with its rule of scales, is the one that will be written. ValueError: what `open_base` and `windows_for`
+    refuse, an architecture that AWQ cannot fold, NaN in an activation.
     """
     base = open_base(ModelConfig(path=str(source), format="bf16", device=device))
     windows = windows_for(base, text, length, max_windows)
@@ -179,7 +177,7 @@ def calibrate(
         prefix = f"{stack}.{index}."
         folds: dict[str, Fold] = {}
         if awq:
-            choice_of = _Chooser(base, prefix, inputs, packed_format(format, scale), weighted)
+            choice_of = _Chooser(base, prefix, inputs, format, weighted)
             folds = choice_of.folds(found.sites)
             relay.check(index, layer, {name.removeprefix(prefix): fold for name, fold in folds.items()})
         _enter(found.calibration, folds, inputs if weighted else {}, base)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from qerl import __version__
-from qerl.config import ConfigError, ModelConfig, RunConfig, Section, load_config
+from qerl.config import ConfigError, ModelConfig, RunConfig, Section, load_config, validate
 from qerl.display import ByteProgress
 
 app = typer.Typer(
@@ -63,6 +63,12 @@ FormatOption = Annotated[
         autocompletion=lambda incomplete: [format for format in FORMATS if format.startswith(incomplete)],
     ),
 ]
+
+DoubleQuantOption = Annotated[
+    bool, typer.Option("--double-quant/--no-double-quant", help="Of nf4: quantise the maxima of blocks too.")
+]
+GroupSizeOption = Annotated[int, typer.Option(help="Of int4: weights that share a scale, 32, 64 or 128.")]
+SymmetricOption = Annotated[bool, typer.Option("--symmetric", help="Of int4: without zero points.")]
 
 EVAL_SETTINGS = (
     "model.",
@@ -116,8 +122,8 @@ def _check_format(format: str) -> None:
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of a transformers model in bf16 safetensors.")],
-    target: Annotated[Path, typer.Argument(help="New folder, in compressed-tensors' format.")],
-    format: Annotated[str, typer.Option(help="nvfp4 or mxfp4.")] = "nvfp4",
+    target: Annotated[Path, typer.Argument(help="New folder, as compressed-tensors (nf4: bitsandbytes) lays it out.")],
+    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, nf4 or int4.")] = "nvfp4",
     scale: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +132,9 @@ def quantize(
             show_default="sweep",
         ),
     ] = None,
+    double_quant: DoubleQuantOption = True,
+    group_size: GroupSizeOption = 128,
+    symmetric: SymmetricOption = False,
     keep: Annotated[list[str] | None, typer.Option(help="Glob of layers that stay in bf16; may be repeated.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="Text file to calibrate on: AWQ, and weighted scales.", show_default=False)
@@ -137,8 +146,8 @@ def quantize(
 ) -> None:
     """Write a folder's linear layers in 4 bits, shard by shard; called again after a cut, it goes on."""
     scale = scale or ("weighted" if calibrate else "sweep")
-    if format not in ("nvfp4", "mxfp4"):
-        raise ValueError(f"--format {format}: choose nvfp4 or mxfp4")
+    if format not in ("nvfp4", "mxfp4", "nf4", "int4"):
+        raise ValueError(f"--format {format}: choose nvfp4, mxfp4, nf4 or int4")
     if scale not in ("sweep", "amax", "weighted"):
         raise ValueError(f"--scale {scale}: choose sweep, amax or weighted")
     if scale == "weighted" and calibrate is None:
@@ -147,15 +156,22 @@ def quantize(
         raise ValueError(f"--calibrate is of no use with --no-awq and --scale {scale}: take one of them out")
     from qerl.calibrate import calibrated_quantize
     from qerl.evaluate.show import show_progress
+    from qerl.formats.codes import BF16, MXFP4, NVFP4
     from qerl.formats.writing import quantize_checkpoint
-    from qerl.nn.load import resolve_device
+    from qerl.nn.load import base_format, resolve_device
 
-    options: dict[str, Any] = {"format": format, "scale": "amax" if scale == "amax" else "sweep", "keep": keep or []}
+    settings = {"format": format, "scale": "amax" if scale == "amax" else "sweep"}
+    settings |= {"double_quant": double_quant, "group_size": group_size, "symmetric": symmetric}
+    chosen = base_format(validate({"model": settings}).model)
+    assert not isinstance(chosen, BF16)
+    options: dict[str, Any] = {"format": chosen, "keep": keep or []}
     if calibrate is None:
         report = quantize_checkpoint(
             source, target, **options, device=resolve_device(device), progress=ByteProgress(sys.stderr)
         )
     else:
+        if not isinstance(chosen, NVFP4 | MXFP4):
+            raise ValueError(f"--calibrate is for nvfp4 and mxfp4: leave it out with {format}")
         with show_progress("calibration, layers") as progress:
             report = calibrated_quantize(
                 source,
@@ -171,6 +187,9 @@ def quantize(
                 progress=ByteProgress(sys.stderr),
             )
     for key, value in report.items():
+        if isinstance(value, list):
+            few = ", ".join(value[:4]) + (", ..." if len(value) > 4 else "")
+            value = f"{len(value)} ({few})" if value else 0
         print(f"{key}: {value}")
 
 
@@ -181,7 +200,7 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter, in PEFT's layout.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Base and adapter as one model in 16 bits.")] = False,
     requantize: Annotated[
-        str | None, typer.Option(help="The merged model in 4 bits again: nvfp4 or mxfp4.", show_default=False)
+        str | None, typer.Option(help="The merged model in 4 bits again: nvfp4, mxfp4, nf4, int4.", show_default=False)
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the base model, where the run's model.path has moved.")
@@ -194,8 +213,8 @@ def export(
     """Write what a run has learned as a folder that other programs load."""
     if adapter + merged + (requantize is not None) != 1:
         raise ValueError("qerl export: choose one of --adapter, --merged, --requantize nvfp4")
-    if requantize not in (None, "nvfp4", "mxfp4"):
-        raise ValueError(f"--requantize {requantize}: choose nvfp4 or mxfp4")
+    if requantize not in (None, "nvfp4", "mxfp4", "nf4", "int4"):
+        raise ValueError(f"--requantize {requantize}: choose nvfp4, mxfp4, nf4 or int4")
     from qerl.export import export
     from qerl.report.weights import print_export
 
@@ -227,6 +246,9 @@ def inspect(
         typer.Option(help=f"{', '.join(FORMATS)}; default: the folder's own, else nvfp4.", show_default=False),
     ] = None,
     scale: Annotated[str, typer.Option(help="Of a bf16 folder: sweep or amax.")] = "sweep",
+    double_quant: DoubleQuantOption = True,
+    group_size: GroupSizeOption = 128,
+    symmetric: SymmetricOption = False,
     keep: Annotated[list[str] | None, typer.Option(help="Of a bf16 folder: glob of layers that stay in bf16.")] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a window of the text.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="Most windows of the text.")] = 16,
@@ -247,7 +269,8 @@ def inspect(
     format = format or stored_format(model) or "nvfp4"
     _check_format(format)
     settings = {"path": model, "format": format, "scale": scale, "keep": keep or [], "device": device}
-    pair = open_pair(ModelConfig.model_validate(settings), against)
+    settings |= {"double_quant": double_quant, "group_size": group_size, "symmetric": symmetric}
+    pair = open_pair(validate({"model": settings}).model, against)
     with show_progress("products") as progress:
         weights = compare_weights(*pair, progress)
     on_text = None

@@ -2,7 +2,7 @@
 
     adapter       A and B in PEFT's layout (and trained norms), in fp32 as they were trained
     merged        W + scaling * B A for every linear with an adapter, in the base's 16 bits; all else as in the base
-    requantized   merged, in NVFP4 or MXFP4 again
+    requantized   merged, in 4 bits again
 
 W is the weight that the adapter was trained over: the codes' values, also where the run quantised a bf16 folder while
 it loaded. The sum is taken in fp32 and rounded once: to 4 bits, or to 16 with dither. W lies on the grid of 16 bits
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from qerl import __version__
 from qerl.config import ModelConfig
-from qerl.formats.codes import Distortion, PackedCodes, PackedFormat, dequantize, distortion, inner
+from qerl.formats.codes import BF16, Codes, Distortion, FormatName, dequantize, distortion, inner
 from qerl.formats.folding import RECORD as QUANTIZE_RECORD
 from qerl.formats.folding import Fold, read_folds
 from qerl.formats.writing import (
@@ -49,7 +49,7 @@ from qerl.formats.writing import (
     write_dense,
     write_quantized,
 )
-from qerl.nn.load import Base, open_base
+from qerl.nn.load import Base, base_format, open_base
 from qerl.nn.lora import SavedAdapter, read_adapter
 from qerl.rl.checkpoint import list_checkpoints, read_state
 from qerl.rl.log import read_run
@@ -120,7 +120,7 @@ def export(
     target: Path,
     kind: Kind,
     *,
-    format: PackedFormat = "nvfp4",
+    format: FormatName = "nvfp4",
     base_folder: Path | None = None,
     unfold: bool = False,
     device: str = "auto",
@@ -128,8 +128,9 @@ def export(
 ) -> Export:
     """Write what `run` has learned into the new folder `target`; `format` is that of a requantized one.
 
-    `base_folder` stands for the run's model.path where that has moved. ValueError: no adapter, one that does not fit
-    the base, a base that cannot be read, an existing target, too small a disk, `unfold` where nothing is folded.
+    The format's other settings are the run's. `base_folder` stands for the run's model.path where that has moved.
+    ValueError: no adapter, one that does not fit the base, a base that cannot be read, an existing target, too small a
+    disk, `unfold` where nothing is folded.
     """
     if unfold and kind != "adapter":
         raise ValueError("--unfold is for --adapter: a merged model is the folded one, and computes what it should")
@@ -144,6 +145,9 @@ def export(
         raise ValueError(f"--unfold: nothing is folded into {base.folder}, the adapter fits the model as it is")
     ledger = _Ledger()
     merged = Merged(base, adapter, ledger.add if kind == "merged" else None)
+    written = base_format(base.config.model_copy(update={"format": format}))
+    if isinstance(written, BF16):
+        raise ValueError("a model in bf16 is not requantized: use --merged")
     needs = 0 if kind == "adapter" else dense_bytes(merged) // (2 if kind == "requantized" else 1)
     with staged(target, needs_bytes=needs) as folder:
         if kind == "adapter":
@@ -154,13 +158,13 @@ def export(
             write_dense(merged, folder, progress=progress)
         else:
 
-            def observe(name: str, weight: Tensor, codes: PackedCodes) -> None:
+            def observe(name: str, weight: Tensor, codes: Codes) -> None:
                 ledger.add(name, weight, dequantize(codes), merged.change(f"{name}.weight"))
 
-            keep = sorted(merged.dense_linears & packable(merged, format)) if trained.model.format != "bf16" else []
-            merged.exact = packed_groups(merged, keep, format).keys()
+            keep = sorted(merged.dense_linears & packable(merged, written)) if trained.model.format != "bf16" else []
+            merged.exact = packed_groups(merged, keep, written).keys()
             write_quantized(
-                merged, folder, format=format, keep=keep, device=base.device, progress=progress, observe=observe
+                merged, folder, format=written, keep=keep, device=base.device, progress=progress, observe=observe
             )
         result = Export(kind, target, trained, base.folder, ledger.total(), ledger.layers)
         (folder / RECORD).write_text(json.dumps(_record(result, run), indent=1) + "\n")

@@ -24,6 +24,7 @@ from qerl.export import export
 from qerl.formats import mxfp4, nvfp4
 from qerl.formats.awq import exact_in_norm, untied
 from qerl.formats.checkpoint import Checkpoint
+from qerl.formats.codes import format_named
 from qerl.formats.folding import CALIBRATION_FILE, Calibration, Fold, Folded, read_calibration, write_calibration
 from qerl.formats.writing import quantize_checkpoint, write_dense
 from qerl.inspection.text import compare_text
@@ -186,9 +187,9 @@ def test_awq_brings_the_model_nearer(bf16, text, tmp_path, family, format):
     kl = {}
     for kind in ("sweep", "awq"):
         if kind == "sweep":
-            quantize_checkpoint(bf16[family], tmp_path / kind, format=format)
+            quantize_checkpoint(bf16[family], tmp_path / kind, format=format_named(format))
         else:
-            options = {"format": format, "length": 64, "max_windows": 16, "device": "cpu"}
+            options = {"format": format_named(format), "length": 64, "max_windows": 16, "device": "cpu"}
             report = calibrated_quantize(bf16[family], tmp_path / kind, text, **options)
             assert report["calibration_tokens"] == 1024 and report["awq_inputs"].endswith(" of 8 scaled")
         pair = open_pair(ModelConfig(path=str(tmp_path / kind), format=format, device="cpu"), bf16[family])

@@ -20,7 +20,7 @@ from qerl.cli import app
 from qerl.config import LoraConfig, ModelConfig, RunConfig
 from qerl.export import RECORD, Merged, dithered, export, find_adapter
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import dequantize
+from qerl.formats.codes import INT4, dequantize, format_named
 from qerl.formats.nvfp4 import quantize as to_nvfp4
 from qerl.formats.nvfp4 import shared_global_scale
 from qerl.formats.writing import quantize_checkpoint
@@ -178,7 +178,7 @@ def test_dither_keeps_the_mean_and_what_is_on_the_grid(dtype):
 
 
 @pytest.mark.parametrize("format, options", [("nf4", {}), ("int4", {"group_size": 32})])
-def test_a_base_that_no_folder_can_hold_is_merged_from_its_codes(bf16, tmp_path, format, options):
+def test_a_base_without_a_fused_kernel_is_merged_from_its_codes(bf16, tmp_path, format, options):
     run = make_run(tmp_path / "run", bf16["qwen2"], format=format, lora={"r": 4}, **options)
     export(run, tmp_path / "out", "merged", device="cpu")
     ours, theirs = policy_logits(run), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
@@ -292,7 +292,7 @@ def test_requantized_is_the_merged_model_quantised(run, bf16, tmp_path, format):
     merged, weights = export(run, tmp_path / "merged", "merged", device="cpu").folder, exact(run)
     norms = load_file(merged / "model.safetensors")
     save_file(norms | weights, tmp_path / "exact" / "model.safetensors", metadata={"format": "pt"})
-    quantize_checkpoint(tmp_path / "exact", tmp_path / "twice", format=format)
+    quantize_checkpoint(tmp_path / "exact", tmp_path / "twice", format=format_named(format))
     result = export(run, tmp_path / "once", "requantized", format=format, device="cpu")
     once, twice = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
     assert once.keys() == twice.keys() and any(name.endswith("weight_packed") for name in once)
@@ -307,6 +307,15 @@ def test_requantized_is_the_merged_model_quantised(run, bf16, tmp_path, format):
         error = dequantize(checkpoint.codes(layer.name)).double() - w
         assert layer.sqnr_db == pytest.approx(10 * torch.log10(w.square().sum() / error.square().sum()).item())
         assert 15 < layer.sqnr_db < 25
+
+
+def test_an_int4_run_is_requantized_with_its_own_settings(bf16, tmp_path):
+    run = make_run(tmp_path / "run", bf16["qwen2"], format="int4", group_size=32, symmetric=True)
+    folder = export(run, tmp_path / "out", "requantized", format="int4", device="cpu").folder
+    assert Checkpoint(folder).format_of(Q) == INT4(32, symmetric=True)
+    trained = policy_logits(run)
+    ours = logits(load_model(ModelConfig(path=str(folder), format="int4", device="cpu"))[0])
+    assert (ours - trained).norm() < 0.5 * trained.norm()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
@@ -461,7 +470,7 @@ def test_the_command_prints_what_was_lost(run, bf16, tmp_path):
     [
         ([], "choose one of --adapter, --merged, --requantize"),
         (["--adapter", "--merged"], "choose one of"),
-        (["--requantize", "int4"], "--requantize int4: choose nvfp4 or mxfp4"),
+        (["--requantize", "bf16"], "--requantize bf16: choose nvfp4, mxfp4, nf4 or int4"),
     ],
 )
 def test_the_command_refuses(run, tmp_path, arguments, message):

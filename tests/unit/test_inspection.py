@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from qerl.cli import app
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import dequantize, distortion
+from qerl.formats.codes import dequantize, distortion, format_named
 from qerl.formats.writing import quantize_checkpoint
 from qerl.inspection.text import MEASURES, compare_text, read_windows
 from qerl.inspection.weights import compare_weights, open_pair, stored_format
@@ -46,7 +46,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for format in ("nvfp4", "mxfp4"):
         for source, name in (("qwen2", format), ("embedded", f"embedded-{format}")):
             found[name] = root / name
-            quantize_checkpoint(found[source], found[name], format=format, keep=KEPT)
+            quantize_checkpoint(found[source], found[name], format=format_named(format), keep=KEPT)
     return found
 
 

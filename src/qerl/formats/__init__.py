@@ -11,6 +11,6 @@
 | `awq.py` | factors for channels, by their activations |
 | `folding.py` | factors that are folded into weights, and the file that keeps them |
 | `checkpoint.py` | reading transformers folders: bf16, compressed-tensors, ModelOpt, bitsandbytes |
-| `coded_files.py` | NF4 and INT4 layers as such folders hold them |
+| `coded_files.py` | NF4 and INT4 layers as such folders hold them, read and written |
 | `writing.py` | writing them, packed or dense, shard by shard |
 """

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qerl.formats.coded_files import NF4_STATE, int4_from_stored, nf4_from_stored
-from qerl.formats.codes import BLOCKS, INT4, MXFP4, NF4, NVFP4, Codes, PackedCodes, PackedFormat, packed_format
+from qerl.formats.codes import BLOCKS, INT4, MXFP4, NF4, NVFP4, Codes, FormatName, PackedCodes, PackedFormat
 from qerl.formats.int4 import GROUPS
 from qerl.formats.mxfp4 import MXFP4Tensor, refuse_nan
 from qerl.formats.nvfp4 import NVFP4Tensor
@@ -34,7 +34,11 @@ from qerl.formats.nvfp4 import NVFP4Tensor
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears of one parent that become one product, in this order."""
 
-COMPRESSED_TENSORS: dict[PackedFormat, str] = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+COMPRESSED_TENSORS: dict[FormatName, str] = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "int4": "pack-quantized",
+}
 """compressed-tensors' names of the formats."""
 
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -134,7 +138,7 @@ class Checkpoint:
         if format == "int4":
             packed, groups = self.shape(f"{module}.weight_packed"), self.shape(f"{module}.weight_scale")[-1]
             return INT4(packed[-1] * 8 // groups, symmetric=f"{module}.weight_zero_point" not in self._shapes)
-        return packed_format(format)
+        return NVFP4() if format == "nvfp4" else MXFP4()
 
     def codes(self, module: str) -> Codes:
         """The packed linear layer `module` as stored, an NVFP4 global scale turned into a multiplier.
@@ -270,10 +274,11 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     if found.get("transform_config"):  # Hadamard rotations and the like, which the weights are no good without
         raise ValueError(f"{folder} wants transforms of its activations (transform_config): not supported")
     sizes = {part["group_size"] for part in (found, *weights) if "group_size" in part}
-    for format, name in COMPRESSED_TENSORS.items():
-        if method == "compressed-tensors" and found.get("format") == name and sizes <= {BLOCKS[format]}:
+    stored = found.get("format") if method == "compressed-tensors" else None
+    for format, block in BLOCKS.items():
+        if stored == COMPRESSED_TENSORS[format] and sizes <= {block}:
             return Quantization("compressed-tensors", format)
-    if method == "compressed-tensors" and found.get("format") == "pack-quantized" and _is_int4(weights):
+    if stored == COMPRESSED_TENSORS["int4"] and _is_int4(weights):
         return Quantization("compressed-tensors", "int4")
     storage = found.get("bnb_4bit_quant_type"), found.get("bnb_4bit_quant_storage", "uint8")
     if method == "bitsandbytes" and found.get("load_in_4bit") and storage == ("nf4", "uint8"):
@@ -284,7 +289,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     what = {key: found[key] for key in told if key in found}
     raise ValueError(
         f"{folder} is quantized as {what}, which is not understood: give a bf16 folder, or one in compressed-tensors "
-        f"{', '.join(COMPRESSED_TENSORS.values())} (blocks of 16, MXFP4's of 32) or pack-quantized (INT4, groups of "
+        f"{', '.join(COMPRESSED_TENSORS.values())} (NVFP4 in blocks of 16, MXFP4 of 32, INT4 in groups of "
         f"{', '.join(map(str, GROUPS))}), ModelOpt NVFP4, or bitsandbytes NF4"
     )
 

@@ -8,7 +8,7 @@
 
 compressed-tensors counts codes from -8 and stores them from 0 on, as formats/int4.py has them; on a little-endian
 machine the eight codes of an int are four bytes with the even k in the low nibble, which is its order. Called by
-checkpoint.py, which finds the tensors, and hands them over by the part of their names behind `m.`
+checkpoint.py, which finds the tensors, and by writing.py; both name them by what stands behind `m.`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qerl.formats.int4 import GROUPS, INT4Tensor
 from qerl.formats.nf4 import ABSMAX_GROUP, BLOCK, NF4_VALUES, NF4Tensor, dynamic_values
-from qerl.formats.nvfp4 import unpack_nibbles
+from qerl.formats.nvfp4 import pack_nibbles, unpack_nibbles
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
@@ -82,6 +82,36 @@ def int4_from_stored(parts: Mapping[str, Tensor], place: str) -> INT4Tensor:
     if zero is not None and (zero.shape != scale.shape or (zero > 15).any()):
         raise ValueError(f"{place}.weight_zero_point is no code for each of {list(scale.shape)} groups")
     return INT4Tensor(packed, scale.contiguous(), zero)
+
+
+def nf4_as_stored(codes: NF4Tensor, dtype: str) -> dict[str, Tensor]:
+    """The inverse of `nf4_from_stored`, on the host; `dtype`: what others dequantise to, such as "bfloat16"."""
+    n, half = codes.packed.shape
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": [n, 2 * half]}
+    parts = {
+        "weight": codes.packed.reshape(-1, 1),
+        "weight.absmax": codes.absmax,
+        "weight.quant_map": torch.tensor(NF4_VALUES),
+    }
+    if codes.absmax_scale is not None and codes.offset is not None:
+        state |= {"nested_blocksize": ABSMAX_GROUP, "nested_dtype": "float32", "nested_offset": codes.offset.item()}
+        parts |= {"weight.nested_absmax": codes.absmax_scale, "weight.nested_quant_map": dynamic_values().clone()}
+    parts[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {name: part.cpu() for name, part in parts.items()}
+
+
+def int4_as_stored(codes: INT4Tensor) -> dict[str, Tensor]:
+    """The inverse of `int4_from_stored`, on the host."""
+    n, half = codes.packed.shape
+    parts = {
+        "weight_packed": codes.packed.contiguous().view(torch.int32),
+        "weight_scale": codes.scale,
+        "weight_shape": torch.tensor([n, 2 * half]),
+    }
+    if codes.zero_point is not None:
+        by_group = torch.nn.functional.pad(codes.zero_point.t(), (0, -n % 8))  # eight rows an int
+        parts["weight_zero_point"] = pack_nibbles(by_group).contiguous().view(torch.int32).t().contiguous()
+    return {name: part.cpu() for name, part in parts.items()}
 
 
 def _stored(parts: Mapping[str, Tensor], name: str, place: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Every format behind one small interface, for code that does not care which of them it has.
 
-    format = NVFP4(), MXFP4(), NF4(), INT4() or BF16()          with the format's settings
+    format = NVFP4(), MXFP4(), NF4(), INT4() or BF16()          with the format's settings; or format_named("nvfp4")
     shared = format.share([q, k, v], names)                     what matrices of one product have in common
     codes = format.quantize(q, shared=shared, name="q")         -> dequantize(codes)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import BFloat16, Float, Float32
@@ -25,8 +25,10 @@ from qerl.formats.mxfp4 import MXFP4Tensor
 from qerl.formats.nf4 import NF4Tensor
 from qerl.formats.nvfp4 import NVFP4Tensor
 
+FormatName = Literal["nvfp4", "mxfp4", "nf4", "int4", "bf16"]
+
 PackedFormat = Literal["nvfp4", "mxfp4"]
-"""Those that fused kernels take, and folders hold."""
+"""Those that fused kernels take."""
 
 PackedCodes = NVFP4Tensor | MXFP4Tensor
 Codes = PackedCodes | NF4Tensor | INT4Tensor
@@ -43,6 +45,8 @@ _PIECE = 1 << 22  # elements at a time in `inner`: bounds the float64 temporarie
 
 class Format(Protocol):
     """A way to store a frozen matrix [N, K]."""
+
+    name: ClassVar[FormatName]
 
     @property
     def bits(self) -> float:
@@ -73,6 +77,8 @@ class Format(Protocol):
 @dataclass(frozen=True)
 class NVFP4(Format):
     """formats/nvfp4.py; matrices of one product share the global scale."""
+
+    name = "nvfp4"
 
     scale: Scale = "sweep"
 
@@ -105,6 +111,8 @@ class NVFP4(Format):
 class MXFP4(Format):
     """formats/mxfp4.py."""
 
+    name = "mxfp4"
+
     scale: Scale = "sweep"
 
     @property
@@ -133,6 +141,8 @@ class MXFP4(Format):
 class NF4(Format):
     """formats/nf4.py."""
 
+    name = "nf4"
+
     double_quant: bool = True
 
     @property
@@ -154,6 +164,8 @@ class NF4(Format):
 @dataclass(frozen=True)
 class INT4(Format):
     """formats/int4.py."""
+
+    name = "int4"
 
     group: int = 128
     symmetric: bool = False
@@ -179,6 +191,8 @@ class INT4(Format):
 class BF16(Format):
     """The baseline: the weights as they are, rounded to bf16."""
 
+    name = "bf16"
+
     @property
     def bits(self) -> float:
         """See `Format`."""
@@ -196,9 +210,30 @@ class BF16(Format):
         return weight.to(torch.bfloat16)
 
 
-def packed_format(name: PackedFormat, scale: Scale = "sweep") -> NVFP4 | MXFP4:
-    """The format that a folder holds under this name."""
-    return NVFP4(scale) if name == "nvfp4" else MXFP4(scale)
+FourBits = NVFP4 | MXFP4 | NF4 | INT4
+"""What `qerl quantize` writes."""
+
+
+def format_named(
+    name: FormatName,
+    *,
+    scale: Scale = "sweep",
+    double_quant: bool = True,
+    group_size: int = 128,
+    symmetric: bool = False,
+) -> FourBits | BF16:
+    """The format of that name with those of the settings that it has; their names are those of a config's [model]."""
+    match name:
+        case "nvfp4":
+            return NVFP4(scale)
+        case "mxfp4":
+            return MXFP4(scale)
+        case "nf4":
+            return NF4(double_quant)
+        case "int4":
+            return INT4(group_size, symmetric, scale)
+        case "bf16":
+            return BF16()
 
 
 def dequantize(

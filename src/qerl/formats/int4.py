@@ -15,7 +15,7 @@ scales, which clip the outermost values or leave room beyond them, and keeps tha
 Contract: K is a multiple of the group; results are equal on every device; an all-zero group gives exact zeros. The
 rules are those of compressed-tensors' group strategy (whose codes count from -8); all is computed in float32, and the
 scale is rounded before it is used. Its product with a code has up to 12 significant bits, so a bf16 matrix of them is
-rounded. compressed-tensors' folders are read by coded_files.py; writing them is left out.
+rounded. compressed-tensors' folders are coded_files.py's business.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ it is the nearest.)
 
 Contract: N * K is a multiple of 64 and K is even, so blocks may go on into the next row; an all-zero block gives exact
 zeros. Equal on every device but for `offset`, a sum whose order is the device's. There is no choice of scales: the
-levels are made for the largest value. bitsandbytes' folders are read by coded_files.py.
+levels are made for the largest value. bitsandbytes' folders are coded_files.py's business.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Writing model folders shard by shard, packed or dense, from tensors that come one at a time.
 
-    quantize_checkpoint(a, b)      bf16 folder -> compressed-tensors `nvfp4-pack-quantized` or `mxfp4-pack-quantized`
+    quantize_checkpoint(a, b)      bf16 folder -> compressed-tensors `nvfp4-pack-quantized`, `mxfp4-pack-quantized` or
+                                   `pack-quantized` (INT4), or bitsandbytes (NF4), laid out as checkpoint.py has it
     write_quantized, write_dense   the same, and a plain copy, from anything that gives tensors by name (DenseSource)
     staged(target)                 a folder under a temporary name, which gets its own when all is there
 
 What is read and what is written need not fit into memory: it holds one product's weights and one of the new shards,
 which are those of the source, cut further where one would exceed MAX_SHARD_BYTES. Every tensor is read once. Written
-folders load in transformers (packed ones with compressed-tensors) and in vLLM. q, k, v and gate, up share one global
-scale, which vLLM needs.
+folders load in transformers (packed ones with compressed-tensors or bitsandbytes) and in vLLM. q, k, v and gate, up
+share NVFP4's global scale, which vLLM needs.
 
 A quantize_checkpoint that was cut off goes on where it was when it is called again: finished shards stay in
 `<target>.partial` with a journal of them (`_Journal`), which says what they were made of. RECORD keeps that for good.
@@ -25,6 +26,7 @@ import shutil
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -36,7 +38,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, INDEX, MODELOPT_CONFIG, Checkpoint, DenseSource
-from qerl.formats.codes import BLOCKS, PackedCodes, PackedFormat, Scale, packed_format
+from qerl.formats.coded_files import int4_as_stored, nf4_as_stored
+from qerl.formats.codes import INT4, MXFP4, NF4, NVFP4, Codes, FourBits
 from qerl.formats.folding import (
     CALIBRATION_FILE,
     RECORD,
@@ -46,6 +49,10 @@ from qerl.formats.folding import (
     read_folds,
     write_calibration,
 )
+from qerl.formats.int4 import INT4Tensor
+from qerl.formats.mxfp4 import BLOCK as MXFP4_BLOCK
+from qerl.formats.nf4 import NF4Tensor
+from qerl.formats.nvfp4 import BLOCK as NVFP4_BLOCK
 from qerl.formats.nvfp4 import NVFP4Tensor, finite_amax
 
 logger = logging.getLogger(__name__)
@@ -56,9 +63,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
 """Told how many of how many of the source's bytes are done."""
 
-Observer = Callable[[str, Tensor, PackedCodes], None]
+Observer = Callable[[str, Tensor, Codes], None]
 """Told a linear layer's name, its weight, and what became of it."""
 
+_DEFAULT = NVFP4()
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _NOT_A_PRODUCT = re.compile(r"norm|embed|router|(^|_)gate$")  # last names of matrices that are kept: norms, MoE routers
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
@@ -69,8 +77,7 @@ def quantize_checkpoint(
     source: Path | str,
     target: Path | str,
     *,
-    format: PackedFormat = "nvfp4",
-    scale: Scale = "sweep",
+    format: FourBits = _DEFAULT,
     keep: Sequence[str] = (),
     calibrate: Callable[[], Calibration] | None = None,
     made_with: Mapping[str, Any] | None = None,
@@ -80,7 +87,8 @@ def quantize_checkpoint(
     """Write a bf16 (fp16, fp32) folder's decoder linears in `format` into the new folder `target`; see write_quantized.
 
     What an equal call left behind when it was cut off is not done again, calibration included; `made_with` tells calls
-    apart, and goes into RECORD. ValueError: what `Checkpoint`, `staged` and `write_quantized` refuse, a packed source.
+    apart, and goes into RECORD. ValueError: what `Checkpoint`, `staged` and `write_quantized` refuse, a packed source,
+    a calibration for formats that AWQ is not for.
     """
     source, target = Path(source), Path(target)
     checkpoint = Checkpoint(source)
@@ -90,8 +98,10 @@ def quantize_checkpoint(
         raise ValueError(
             f"{source} has AWQ's factors in it already: calibrate the model before, or leave out --calibrate"
         )
-    options: dict[str, Any] = {"source": str(source.absolute()), "format": format, "scale": scale, "keep": list(keep)}
-    options |= made_with or {}
+    if calibrate is not None and not isinstance(format, NVFP4 | MXFP4):
+        raise ValueError(f"a calibration is for nvfp4 and mxfp4: leave --calibrate out with {format.name}")
+    options: dict[str, Any] = {"source": str(source.absolute()), "format": format.name, **asdict(format)}
+    options |= {"keep": list(keep), **(made_with or {})}
     key = {**options, "files": {shard: _stamp(source / shard) for shard in checkpoint.shards}}
     needs_bytes = _packed_bytes(checkpoint, packed_groups(checkpoint, keep, format), format)
     with staged(target, needs_bytes=needs_bytes, journal=key) as folder:
@@ -108,7 +118,6 @@ def quantize_checkpoint(
             checkpoint,
             folder,
             format=format,
-            scale=scale,
             keep=keep,
             calibration=calibration,
             device=device,
@@ -187,8 +196,7 @@ def write_quantized(
     source: DenseSource,
     folder: Path,
     *,
-    format: PackedFormat = "nvfp4",
-    scale: Scale = "sweep",
+    format: FourBits = _DEFAULT,
     keep: Sequence[str] = (),
     calibration: Calibration | None = None,
     device: torch.device | str = "cpu",
@@ -203,10 +211,11 @@ def write_quantized(
     sweep. Returns the counts that a user wants to see.
     ValueError: a pattern of `keep` that matches nothing or parts a fused group, NaN or infinity in a weight.
     """
-    groups, codec = packed_groups(source, keep, format), packed_format(format, scale)
+    groups = packed_groups(source, keep, format)
+    dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16")
     if calibration is not None:
         source = Folded(source, calibration.folds)
-    waiting: dict[str, PackedCodes] = {}  # of products whose first member has been written
+    waiting: dict[str, Codes] = {}  # of products whose first member has been written
 
     def convert(name: str) -> Iterable[tuple[str, Tensor]]:
         module = name.removesuffix(".weight")
@@ -215,26 +224,24 @@ def write_quantized(
         if module not in waiting:
             names = [f"{member}.weight" for member in groups[module]]
             weights = [source.tensor(member).to(device) for member in names]
-            shared = codec.share(weights, names)
+            shared = format.share(weights, names)
             for member, weight, full_name in zip(groups[module], weights, names, strict=True):
                 importance = calibration.importance.get(member) if calibration is not None else None
-                codes = codec.quantize(
-                    weight,
-                    shared=shared,
-                    importance=None if importance is None else importance.to(device),
-                    name=full_name,
-                )
+                if importance is not None and isinstance(format, NVFP4 | MXFP4):
+                    codes = format.quantize(weight, shared=shared, importance=importance.to(device), name=full_name)
+                else:
+                    codes = format.quantize(weight, shared=shared, name=full_name)
                 waiting[member] = codes
                 if observe is not None:
                     observe(member, weight, codes)
-        return as_stored(module, waiting.pop(module))
+        return as_stored(module, waiting.pop(module), dtype)
 
     kept = [
         name.removesuffix(".weight")
         for name in source.names()
         if name.endswith(".weight") and name.removesuffix(".weight") not in groups and len(source.shape(name)) == 2
     ]
-    config = {"quantization_config": compressed_tensors_config(format, sorted({"lm_head", *kept}))}
+    config = {"quantization_config": quantization_config(format, sorted({"lm_head", *kept}))}
     return {
         "packed_layers": len(groups),
         "kept_layers": [name for name in kept if _IN_A_LAYER.search(name)],
@@ -245,13 +252,12 @@ def write_quantized(
 # ---------------------------------------------------------------------------------------------------- what is packed
 
 
-def packable(source: DenseSource, format: PackedFormat) -> set[str]:
+def packable(source: DenseSource, format: FourBits) -> set[str]:
     """The linear layers that `format` can hold."""
-    block = BLOCKS[format]
-    return {name.removesuffix(".weight") for name in source.names() if _is_linear(source, name, block)}
+    return {name.removesuffix(".weight") for name in source.names() if _is_linear(source, name, format)}
 
 
-def packed_groups(source: DenseSource, keep: Sequence[str], format: PackedFormat) -> dict[str, tuple[str, ...]]:
+def packed_groups(source: DenseSource, keep: Sequence[str], format: FourBits) -> dict[str, tuple[str, ...]]:
     """Linears to pack -> those that share a global scale with it, itself among them. ValueError as write_quantized."""
     linears = packable(source, format)
     if not linears:
@@ -271,40 +277,58 @@ def packed_groups(source: DenseSource, keep: Sequence[str], format: PackedFormat
     return groups
 
 
-def _is_linear(source: DenseSource, name: str, block: int) -> bool:
+def _is_linear(source: DenseSource, name: str, format: FourBits) -> bool:
     module, _, leaf = name.rpartition(".")
     if leaf != "weight" or not _IN_A_LAYER.search(name) or _NOT_A_PRODUCT.search(module.rpartition(".")[2]):
         return False
     shape = source.shape(name)
-    return len(shape) == 2 and shape[0] > 0 and shape[1] % block == 0
+    return len(shape) == 2 and shape[0] > 0 and format.fits(*shape)
 
 
-def as_stored(module: str, codes: PackedCodes) -> list[tuple[str, Tensor]]:
-    """A packed layer's tensors, on the host, as compressed-tensors names them."""
-    tensors = [(f"{module}.weight_packed", codes.packed.cpu()), (f"{module}.weight_scale", codes.block_scale.cpu())]
-    if isinstance(codes, NVFP4Tensor):
-        tensors.append((f"{module}.weight_global_scale", (1 / codes.global_scale).cpu()))
-    return tensors
+def as_stored(module: str, codes: Codes, dtype: str = "bfloat16") -> list[tuple[str, Tensor]]:
+    """A packed layer's tensors, on the host, as checkpoint.py lists them; `dtype`: see `nf4_as_stored`."""
+    match codes:
+        case NF4Tensor():
+            parts = nf4_as_stored(codes, dtype)
+        case INT4Tensor():
+            parts = int4_as_stored(codes)
+        case _:
+            parts = {"weight_packed": codes.packed.cpu(), "weight_scale": codes.block_scale.cpu()}
+            if isinstance(codes, NVFP4Tensor):
+                parts["weight_global_scale"] = (1 / codes.global_scale).cpu()
+    return [(f"{module}.{name}", part) for name, part in parts.items()]
 
 
-def compressed_tensors_config(format: PackedFormat, ignore: list[str]) -> dict[str, Any]:
-    """config.json's entry for 4-bit weights and bf16 activations (compressed-tensors' presets NVFP4A16, MXFP4A16)."""
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group" if format == "nvfp4" else "group",
-        "group_size": BLOCKS[format],
-        "symmetric": True,
-        "dynamic": False,
-    }
-    if format == "mxfp4":
-        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+def quantization_config(format: FourBits, ignore: list[str]) -> dict[str, Any]:
+    """config.json's entry for 4-bit weights and 16-bit activations.
+
+    bitsandbytes' for NF4, else compressed-tensors' presets NVFP4A16, MXFP4A16, W4A16 (symmetric) and W4A16_ASYM.
+    """
+    if isinstance(format, NF4):
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": format.double_quant,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ignore,
+        }
+    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "group", "symmetric": True, "dynamic": False}
+    match format:
+        case NVFP4():
+            weights |= {"strategy": "tensor_group", "group_size": NVFP4_BLOCK}
+        case MXFP4():
+            weights |= {"group_size": MXFP4_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        case INT4():
+            weights |= {"type": "int", "group_size": format.group, "symmetric": format.symmetric}
+    name = COMPRESSED_TENSORS[format.name]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": COMPRESSED_TENSORS[format],
+        "format": name,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group | {"format": COMPRESSED_TENSORS[format]}},
+        "config_groups": {"group_0": group | {"format": name}},
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
@@ -457,7 +481,7 @@ def dense_bytes(source: DenseSource) -> int:
     return sum(2 * prod(source.shape(name)) for name in source.names())
 
 
-def _packed_bytes(source: DenseSource, packed: Collection[str], format: PackedFormat) -> int:
+def _packed_bytes(source: DenseSource, packed: Collection[str], format: FourBits) -> int:
     """About what it takes with these layers packed."""
     weights = sum(prod(source.shape(f"{module}.weight")) for module in packed)
-    return dense_bytes(source) - int(weights * (16 - packed_format(format).bits) / 8)
+    return dense_bytes(source) - int(weights * (16 - format.bits) / 8)

@@ -45,9 +45,9 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Quan
 
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, Checkpoint, from_stored
-from qerl.formats.codes import BLOCKS, Codes, PackedCodes, PackedFormat, Scale, dequantize, packed_format
+from qerl.formats.codes import BLOCKS, MXFP4, NVFP4, Codes, PackedCodes, PackedFormat, Scale, dequantize
 from qerl.formats.folding import CALIBRATION_FILE
-from qerl.formats.writing import as_stored, compressed_tensors_config
+from qerl.formats.writing import as_stored, quantization_config
 from qerl.kernels.layout import PackedWeight, unpack
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.load import Group, Source, check_names, plan_linears
@@ -79,7 +79,11 @@ class _PackedConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json gets: compressed-tensors' description of the folder."""
-        return compressed_tensors_config(self.format, sorted(self.ignore))
+        return quantization_config(self.packed_format(), sorted(self.ignore))
+
+    def packed_format(self) -> NVFP4 | MXFP4:
+        """The format with its settings."""
+        return NVFP4(self.scale) if self.format == "nvfp4" else MXFP4(self.scale)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -197,7 +201,7 @@ class PackedQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: _PackedConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs)  # one config may serve several models
-        self.format = packed_format(self.quantization_config.format, self.quantization_config.scale)
+        self.format = self.quantization_config.packed_format()
         self.groups: dict[str, Group] = {}
         """By the name of each linear that is packed."""
         self.waiting: dict[str, Tensor] = {}

@@ -43,7 +43,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.config import ModelConfig
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
-from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4, Codes
+from qerl.formats.codes import BF16, Codes, FourBits, format_named
 from qerl.formats.folding import read_folds
 from qerl.formats.nvfp4 import finite_amax
 from qerl.nn.attention import ATTENTION
@@ -197,19 +197,15 @@ def load_model(
     return model, load_tokenizer(base.folder, config.trust_remote_code)
 
 
-def base_format(config: ModelConfig) -> NVFP4 | MXFP4 | NF4 | INT4 | BF16:
+def base_format(config: ModelConfig) -> FourBits | BF16:
     """The format that `config` names, with its settings."""
-    match config.format:
-        case "nvfp4":
-            return NVFP4(config.scale)
-        case "mxfp4":
-            return MXFP4(config.scale)
-        case "nf4":
-            return NF4(config.double_quant)
-        case "int4":
-            return INT4(config.group_size, config.symmetric, config.scale)
-        case "bf16":
-            return BF16()
+    return format_named(
+        config.format,
+        scale=config.scale,
+        double_quant=config.double_quant,
+        group_size=config.group_size,
+        symmetric=config.symmetric,
+    )
 
 
 def eos_token_ids(model: nn.Module) -> list[int]:

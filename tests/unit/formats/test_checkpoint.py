@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import qerl.formats.writing as module
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint
+from qerl.formats.codes import NVFP4
 from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize, shared_global_scale
 from qerl.formats.writing import quantize_checkpoint
 from qerl.kernels.layout import pack
@@ -162,7 +163,7 @@ def test_memory_holds_one_new_shard_and_one_old_tensor(qwen, tmp_path, monkeypat
 def test_the_scale_option_arrives(scale, tmp_path):
     tensors = layer_weights()
     source = write(tmp_path / "in", {"model.safetensors": tensors})
-    quantize_checkpoint(source, tmp_path / "out", scale=scale)
+    quantize_checkpoint(source, tmp_path / "out", format=NVFP4(scale))
     shared = shared_global_scale(list(tensors.values()), list(tensors))
     read = Checkpoint(tmp_path / "out").codes("model.layers.0.self_attn.q_proj")
     assert same(read, quantize(next(iter(tensors.values())), scale=scale, global_scale=shared))
@@ -522,7 +523,7 @@ def test_what_another_run_left_is_not_gone_on_with(qwen, tmp_path, monkeypatch, 
         (source / Checkpoint(source).shards[0]).touch()
     made = []
     monkeypatch.setattr(module, "save_file", lambda t, path, **o: (made.append(path.name), save_file(t, path, **o)))
-    quantize_checkpoint(source, target, scale="amax" if change == "options" else "sweep")
+    quantize_checkpoint(source, target, format=NVFP4("amax" if change == "options" else "sweep"))
     assert made == ["0.part", "1.part", "2.part"] and not partial.exists()
     assert not (target / "model-9-of-9.safetensors").exists()
     assert Checkpoint(target).is_packed("model.layers.0.mlp.up_proj")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qerl.formats import mxfp4, nvfp4
 from qerl.formats.checkpoint import Checkpoint
+from qerl.formats.codes import MXFP4, format_named
 from qerl.formats.writing import quantize_checkpoint
 
 PRESETS = {"nvfp4": NVFP4A16, "mxfp4": MXFP4A16}
@@ -52,7 +53,7 @@ def bf16(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=PRESETS)
 def ours(request, bf16) -> tuple[str, Path]:
     target = bf16.parent / request.param
-    quantize_checkpoint(bf16, target, format=request.param)
+    quantize_checkpoint(bf16, target, format=format_named(request.param))
     return request.param, target
 
 
@@ -126,7 +127,7 @@ def test_we_read_what_the_library_writes(theirs):
 @pytest.mark.parametrize(("option", "scale"), [("sweep", "sweep"), ("amax", "ocp")])
 def test_what_is_read_back_is_what_quantize_gives(bf16, tmp_path, option, scale):
     """MXFP4; NVFP4 in tests/unit/formats/test_checkpoint.py."""
-    quantize_checkpoint(bf16, tmp_path / "out", format="mxfp4", scale=option)
+    quantize_checkpoint(bf16, tmp_path / "out", format=MXFP4(option))
     dense, checkpoint = load_file(bf16 / "model.safetensors"), Checkpoint(tmp_path / "out")
     for name in checkpoint.names():
         if name.endswith("weight_packed"):
@@ -150,7 +151,7 @@ def test_the_config_is_the_librarys_preset(ours):
 
 
 def test_mxfp4_folders_that_are_damaged(bf16, tmp_path):
-    quantize_checkpoint(bf16, tmp_path / "packed", format="mxfp4")
+    quantize_checkpoint(bf16, tmp_path / "packed", format=MXFP4())
     name = "model.layers.0.mlp.up_proj"
     tensors = load_file(tmp_path / "packed" / "model.safetensors")
     changes = {
@@ -165,7 +166,7 @@ def test_mxfp4_folders_that_are_damaged(bf16, tmp_path):
 
 
 def test_blocks_of_another_size_are_refused(bf16, tmp_path):
-    quantize_checkpoint(bf16, tmp_path / "packed", format="mxfp4")
+    quantize_checkpoint(bf16, tmp_path / "packed", format=MXFP4())
     path = tmp_path / "packed" / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
@@ -178,6 +179,6 @@ def test_columns_that_32_does_not_divide_stay_in_bf16(tmp_path):
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     config = Qwen2Config(intermediate_size=80, num_hidden_layers=1, **sizes)
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "bf16")
-    report = quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", format="mxfp4")
+    report = quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", format=MXFP4())
     assert report["kept_layers"] == ["model.layers.0.mlp.down_proj"] and report["packed_layers"] == 6
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.arange(4)[None])

@@ -18,6 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import qerl
 from qerl.config import LoraConfig, ModelConfig
+from qerl.formats.codes import format_named
 from qerl.formats.folding import CALIBRATION_FILE
 from qerl.formats.writing import quantize_checkpoint
 from qerl.integrations.transformers import TRANSFORMERS_VERSIONS, HubLinear, packed_linears
@@ -57,7 +58,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def packed(request, tmp_path_factory) -> tuple[str, Path]:
     """A folder that `qerl quantize` wrote."""
     folder = tmp_path_factory.mktemp("packed") / request.param
-    quantize_checkpoint(EMBEDDED, folder, format=request.param, keep=[KEEP])
+    quantize_checkpoint(EMBEDDED, folder, format=format_named(request.param), keep=[KEEP])
     return request.param, folder
 
 

@@ -1,4 +1,4 @@
-"""NF4 and INT4 folders that bitsandbytes and compressed-tensors have written load with the same values."""
+"""NF4 and INT4 folders of bitsandbytes and compressed-tensors load here, and ours there, with the same values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from qerl.config import ModelConfig
 from qerl.formats import int4
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import dequantize
+from qerl.formats.coded_files import int4_as_stored, int4_from_stored
+from qerl.formats.codes import INT4, NF4, dequantize
+from qerl.formats.writing import quantize_checkpoint
 from qerl.kernels.coded import CodedWeight
 from qerl.nn.linear import PackedLinear
 from qerl.nn.load import load_model
@@ -185,3 +188,78 @@ def test_orders_and_groups_that_differ_are_refused(pack_quantized, tmp_path):
         save_file(kept, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             Checkpoint(tmp_path).codes(UP)
+
+
+# ------------------------------------------------------------------------------------------------------- ours, there
+
+KEPT = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]  # bitsandbytes' CPU kernel wants rows of whole blocks
+
+
+def weights_of_compressed_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What its compressor makes of a folder's packed linears."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+    stored, weights = load_file(folder / "model.safetensors"), {}
+    for name in stored:
+        if name.endswith(".weight_packed"):
+            module = name.removesuffix(".weight_packed")
+            parts = {k.removeprefix(f"{module}."): v for k, v in stored.items() if k.startswith(f"{module}.weight_")}
+            weights[f"{module}.weight"] = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+    return weights
+
+
+def nf4_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The values that bitsandbytes makes of its linears."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    linears = {name: module.weight for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    return {f"{name}.weight": dequantize_4bit(w.data, w.quant_state) for name, w in linears.items()}
+
+
+@pytest.mark.parametrize("format", [NF4(), NF4(False), INT4(32), INT4(32, symmetric=True)], ids=str)
+def test_what_we_write_loads_here_and_there(bf16, tmp_path, format):
+    """The codes are those of `quantize`; kept layers stay dense; the libraries have the same weights."""
+    if format.name == "nf4":
+        pytest.importorskip("bitsandbytes")
+    folder, dense = tmp_path / "packed", load_file(bf16 / "model.safetensors")
+    report = quantize_checkpoint(bf16, folder, format=format, keep=["*.down_proj"])
+    assert report["packed_layers"] == 12 and report["kept_layers"] == KEPT
+    theirs = weights_of_compressed_tensors(folder) if format.name == "int4" else {}
+    if format != INT4(32):  # transformers 5.24 does not load zero points, not even of compressed-tensors' own folders
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+        theirs |= nf4_weights(model) if format.name == "nf4" else {}  # before its CPU kernel reorders them
+        with torch.no_grad():
+            logits = model(IDS).logits.float()
+        theirs |= {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    checkpoint, values = Checkpoint(folder), {}
+    for name, weight in dense.items():
+        module = name.removesuffix(".weight")
+        if not checkpoint.is_packed(module):
+            values[name] = weight.float()
+            assert torch.equal(checkpoint.tensor(name), weight) and torch.equal(theirs.get(name, weight), weight)
+            continue
+        codes, expected = checkpoint.codes(module), format.quantize(weight)
+        assert checkpoint.format_of(module).bits == format.bits
+        assert all(torch.equal(a, b) for a, b in zip(codes, expected, strict=True) if a is not None), name
+        values[name] = dequantize(codes)
+        assert torch.equal(dequantize(codes, torch.bfloat16), theirs[name]), name
+    check_model(folder, bf16, format.name, values)
+    if format != INT4(32):
+        plain = AutoModelForCausalLM.from_pretrained(bf16, dtype=torch.bfloat16)
+        plain.load_state_dict({name: value.bfloat16() for name, value in values.items()}, strict=False)
+        with torch.no_grad():
+            assert (logits - plain(IDS).logits.float()).norm() < 0.02 * logits.norm()
+
+
+def test_rows_that_eight_does_not_divide():
+    """Eight zero points share an integer."""
+    t = int4.quantize(torch.randn(13, 64), group=32)
+    parts = int4_as_stored(t)
+    assert parts["weight_zero_point"].shape == (2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(int4_from_stored(parts, "m"), t, strict=True))
+
+
+def test_a_calibration_is_refused(bf16, tmp_path):
+    with pytest.raises(ValueError, match="a calibration is for nvfp4 and mxfp4: leave --calibrate out with int4"):
+        quantize_checkpoint(bf16, tmp_path / "out", format=INT4(), calibrate=lambda: None)

@@ -16,6 +16,7 @@ from transformers.models.granite import GraniteConfig
 from transformers.models.qwen2 import Qwen2Config
 
 from qerl.config import ModelConfig
+from qerl.formats.codes import format_named
 from qerl.formats.nvfp4 import dequantize, quantize, shared_global_scale
 from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.attention import ATTENTION, packed_forward
@@ -187,7 +188,7 @@ def test_scale_option_reaches_the_codes(folders):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox"])
 def test_packed_folder_loads_exactly(folders, tmp_path, family, format):
-    quantize_checkpoint(folders(family), tmp_path / "packed", format=format)
+    quantize_checkpoint(folders(family), tmp_path / "packed", format=format_named(format))
     direct, stored = load(folders(family), format=format), load(tmp_path / "packed", format=format)
     for name, linear in linears(direct).items():
         assert torch.equal(linear.packed.tiles, linears(stored)[name].packed.tiles)
