@@ -71,7 +71,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates.", trl=True),
     Metric("num_skipped_updates", "updates", "Updates of this step left out: their gradient was not finite."),
     # rollout policy against trained policy: what noise and kernels change
-    Metric("rollout_entropy", "nats/token", "Entropy of the rollout policy (noisy) where its tokens were drawn; vLLM has none."),
+    Metric("rollout_entropy", "nats/token", "Entropy of the rollout policy where its tokens were drawn; not of vLLM."),
     Metric("mismatch_kl", "nats/token", "KL(rollout || old): mean of r - 1 - log r, r = old / rollout probability."),
     Metric("mismatch_kl/k1", "nats/token", "The same as mean of log rollout - log old: fewer outliers."),
     Metric("sampling/sampling_logp_difference/mean", "nats", "Mean of |old - rollout log-probability|.", trl=True),
