@@ -490,6 +490,10 @@ def bench_step(
     group: Annotated[int, typer.Option(min=2, help="Completions of a prompt.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 256,
     new: Annotated[int, typer.Option(min=2, help="Tokens of a completion.")] = 2048,
+    stop_after: Annotated[
+        int | None,
+        typer.Option(help="End completions after so many tokens, all else being for --new.", show_default=False),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is planned.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="File to append the record to, as a line of JSON.", show_default=False)
@@ -514,6 +518,7 @@ def bench_step(
         prompt_tokens=prompt,
         new_tokens=new,
         cap_bytes=None if cap is None else parse_card(cap, "--cap"),
+        stop_after=stop_after,
         overrides=tuple(overrides or ()),
     )
     if dry_run:

@@ -28,7 +28,7 @@ from qerl.plan.shapes import ModelShape, shape_of
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "triton", "trl", "compressed-tensors", "bitsandbytes")
 
-QWEN2_5 = [name for name in SIZES if name != "tiny"]
+QWEN2_5 = [name for name in SIZES if name.endswith("B")]
 _TOKENS = (1, 64, 1024)  # of the products that are measured: one sequence, many, a prompt
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # beyond the caches
 _MIN_SECONDS = 0.05  # of a measurement

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from qerl.bench.endurance import run_endurance
 from qerl.bench.meter import Meter, timed_functions
 from qerl.bench.models import SIZES, RandomWeights, write_folder
-from qerl.bench.step import Case, run_step
+from qerl.bench.step import Case, dry_run, run_step
 from qerl.cli import app
 from qerl.config import ModelConfig
 from qerl.nn import head as head_module
@@ -93,6 +95,7 @@ def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
         (["--model", "tiny", "steps=3"], "steps=3: settings are section.key=value"),
         (["--model", "tiny", "model.format=bf16"], "model.format=bf16: that is what --format says"),
         (["--model", "tiny", "--cap", "1MB"], "--cap 1MB: give the card's memory"),
+        (["--model", "tiny", "--stop-after", "9999"], "--stop-after 9999: give 2 to 2048 (--new) tokens"),
         (["--model", "72B", "--cap", "30GB"], "72B in nvfp4 does not fit 30 GB with any setting"),
     ],
 )
@@ -119,21 +122,40 @@ def test_a_part_counts_all_its_occurrences():
     assert meter.parts["part"].times == 3 and meter.parts["part"].seconds > 0
 
 
-def cases():
+def script():
     path = Path(__file__).parents[2] / "benchmarks" / "step" / "bench_step.py"
     spec = importlib.util.spec_from_file_location("bench_step", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.CASES
+    return module
 
 
 def test_the_models_that_have_to_fit_a_card_are_planned_to():
     planned = {}
-    for case in cases()["fit"]:
-        result = CliRunner().invoke(app, ["bench", "step", "--dry-run", *case.arguments()])
-        record = json.loads(result.stdout)
-        planned[case.name] = record
-        assert record["planned_peak_gb"] < record["cap_gb"] - 0.5, case.name
+    for case in script().CASES["fit"]:
+        record = dry_run(case, device="cpu")
+        planned[case] = record
+        assert record["planned_peak_gb"] < record["cap_gb"] - 0.5, case
         assert record["sequences_at_a_time"] == case.completions or "rollout.kv_cache_tokens" in record["settings"]
     assert len(planned) == 5
+
+
+def test_a_case_that_fails_has_a_record_and_the_others_go_on(tmp_path, capsys):
+    module, out, reports = script(), tmp_path / "records.jsonl", SimpleQueue()
+    bad = Case(**TINY, cap_bytes=1_000_000)
+    module.work(module.Job((bad, Case(**TINY, stop_after=4))), out, "name", "commit", reports)
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert "does not fit" in first["error"] and first["case"]["cap_bytes"] == 1_000_000
+    assert "error" not in second and (second["new_tokens"], second["planned_new_tokens"]) == (4, 20)
+    assert [reports.get(), reports.get()] == [False, True]
+    assert "does not fit" in capsys.readouterr().out
+    assert module.run(module.Job((bad,)), out, "name", "commit", ends=0.0) == 1  # not begun
+    assert json.loads(out.read_text().splitlines()[-1])["error"] == "the time limit"
+
+
+def test_an_endurance_run_has_a_line_for_each_window():
+    record = run_endurance("tiny", windows=(1, 3), device="cpu")
+    assert [window["step"] for window in record["windows"]] == [1, 3] and record["steps"] == 3
+    assert all(window["seconds"] > 0 for window in record["windows"])
+    assert not run_endurance("tiny", windows=(1, 3), max_seconds=0, device="cpu")["flat"]

@@ -1,7 +1,8 @@
 """Seconds and peak bytes of the parts of a step, a memory cap, and a card's measured bf16 rate.
 
     with meter("rollout"): ...       seconds (device synchronised at both ends), the most that torch held, allocated and
-                                     reserved, and the most of the device that was in use, as the driver reports it
+                                     reserved, how often it found no room at first, and the most of the device that was
+                                     in use, as the driver reports it
     with timed_functions(...): ...   seconds of functions called within such parts, by CUDA events, without waiting
 
 The driver is asked through NVML, by a thread, every few milliseconds: NVML is no part of CUDA's API, so the question
@@ -41,6 +42,8 @@ class Part:
     """The most that torch's allocator held."""
     allocated_bytes: int = 0
     """The most in tensors."""
+    retries: int = 0
+    """How often torch's allocator found no room, and gave back what it held unused; each makes the device wait."""
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Meter:
         self.synchronize()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
+        retries = self._retries()
         part = self.parts.setdefault(name, Part())
         self._current = name
         began = time.perf_counter()
@@ -90,6 +94,7 @@ class Meter:
             if self._on_gpu:
                 part.reserved_bytes = max(part.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
                 part.allocated_bytes = max(part.allocated_bytes, torch.cuda.max_memory_allocated(self.device))
+                part.retries += self._retries() - retries
 
     def forget(self) -> None:
         """Begin anew, after a warm-up."""
@@ -127,6 +132,9 @@ class Meter:
         elapsed = time.perf_counter() - self._started
         memory = f"{self.used_bytes() / 1e9:6.2f} GB  " if self._on_gpu else ""
         print(f"{elapsed:7.1f} s  {memory}{text}", file=sys.stderr, flush=True)
+
+    def _retries(self) -> int:
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self._on_gpu else 0
 
     def _note(self, name: str) -> None:
         part = self.parts.get(name)

@@ -7,7 +7,8 @@ NVFP4 and MXFP4 linears come as random codes and scales, as a packed folder woul
 bf16 matrix at a time, which nn/load.py quantises (or keeps). So no bf16 copy of a model ever exists, and 72B take
 seconds. Scales are such that every product of activations of size 1 has size 1, as in a trained model.
 
-The end-of-text token is one that the vocabulary does not have: completions always reach their full length.
+The end-of-text token is one that the vocabulary does not have, so that completions always reach their full length; or
+every n-th token is one, and lengths are n on average with a long tail, since all tokens are about as likely.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Size(NamedTuple):
 
 SIZES: Mapping[str, Size] = {
     "tiny": Size(128, 256, 2, 4, 2, 2048, True),  # no Qwen2.5: for a CPU; the others are of Qwen/Qwen2.5-<size>
+    "0.5B-2": Size(896, 4864, 2, 14, 2, 151936, True),  # the first two layers of the next one
     "0.5B": Size(896, 4864, 24, 14, 2, 151936, True),
     "1.5B": Size(1536, 8960, 28, 12, 2, 151936, True),
     "3B": Size(2048, 11008, 36, 16, 2, 151936, True),
@@ -60,10 +62,12 @@ SIZES: Mapping[str, Size] = {
 }
 
 
-def write_folder(folder: Path, name: str) -> None:
-    """The folder of a model without weights: `name` is a key of SIZES."""
+def write_folder(folder: Path, name: str, *, mean_length: int | None = None) -> None:
+    """The folder of a model without weights. name: a key of SIZES; mean_length: of completions, which may be longer."""
     qwen2_config(name).save_pretrained(folder)
-    GenerationConfig(eos_token_id=SIZES[name].vocabulary).save_pretrained(folder)
+    vocabulary = SIZES[name].vocabulary
+    ends = vocabulary if mean_length is None else list(range(0, vocabulary, mean_length))
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
 
 

@@ -21,6 +21,7 @@ import json
 import random
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -68,8 +69,15 @@ class Case:
     new_tokens: int = 2048
     cap_bytes: int | None = None
     """Of device memory; None: all of it."""
+    stop_after: int | None = None
+    """Completions end after so many tokens, to save time; plan and memory of keys and values are for `new_tokens`."""
     overrides: tuple[str, ...] = ()
     """Further settings of the run, section.key=value."""
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens that a completion really gets."""
+        return self.new_tokens if self.stop_after is None else self.stop_after
 
 
 def dry_run(case: Case, *, run: str = "", commit: str | None = None, device: str = "auto") -> dict[str, Any]:
@@ -98,7 +106,9 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
                 meter.cap(case.cap_bytes)
         try:
             with timed_functions(_DEQUANTISATION, where) as dequantisation, timed_functions(_HEAD, where) as head:
-                trainer = _trainer(config, case, meter)
+                prompts = [prompt_text(case.prompt_tokens, i) for i in range(64)]
+                trainer = random_trainer(config, prompts, meter)
+                trainer.watch = meter
                 _warm_up(trainer, meter)
                 if on_gpu and case.cap_bytes is not None:
                     meter.cap(case.cap_bytes)
@@ -106,6 +116,8 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
                 meter.forget()
                 meter.parts["load"] = load
                 before = dequantisation.seconds, head.seconds
+                if case.stop_after is not None:
+                    trainer.config = with_settings(config, {"rollout.max_completion_length": case.stop_after})
                 metrics = trainer.train_step()
                 inside = {
                     "dequantisation": dequantisation.seconds - before[0],
@@ -133,6 +145,8 @@ _OF_THE_CASE = {
 
 def run_config(case: Case, folder: Path) -> RunConfig:
     """The run that the step is of."""
+    if case.stop_after is not None and not 2 <= case.stop_after <= case.new_tokens:
+        raise ValueError(f"--stop-after {case.stop_after}: give 2 to {case.new_tokens} (--new) tokens")
     if case.completions % case.group:
         raise ValueError(f"{case.completions} completions are no whole groups of {case.group}: change one of them")
     settings: dict[str, dict[str, Any]] = {
@@ -191,13 +205,14 @@ _DEQUANTISATION = ((qerl.kernels.w4a16.dense, "dequant"), (qerl.kernels.coded, "
 _HEAD = ((qerl.nn.head._TokenLogprobs, "forward"), (qerl.nn.head._TokenLogprobs, "backward"))
 
 
-def _trainer(config: RunConfig, case: Case, meter: Meter) -> Trainer:
+def random_trainer(config: RunConfig, prompts: Sequence[str], meter: Meter) -> Trainer:
+    """A trainer over random weights, with adapters that do something, random rewards. Its making is a part, "load"."""
+
     def load(model_config: Any) -> Any:
         model, _ = load_model(model_config, RandomWeights(model_config, meter.device))
         return model, word_tokenizer()
 
-    rows = [{"prompt": prompt_text(case.prompt_tokens, i)} for i in range(64)]
-    task = RowsTask(config.task, rows)
+    task = RowsTask(config.task, [{"prompt": prompt} for prompt in prompts])
     draws = random.Random(0)
 
     def random_reward(completions: list[Any], **_: Any) -> list[float | None]:
@@ -211,7 +226,6 @@ def _trainer(config: RunConfig, case: Case, meter: Meter) -> Trainer:
     with torch.no_grad():
         for factors in filter(None, map(lora_factors, trainer.model.modules())):
             factors.b.normal_(std=LORA_STD, generator=generator)
-    trainer.watch = meter
     return trainer
 
 
@@ -266,7 +280,8 @@ def describe_case(
         "completions": case.completions,
         "group": case.group,
         "prompt_tokens": case.prompt_tokens,
-        "new_tokens": case.new_tokens,
+        "new_tokens": case.drawn_tokens,
+        "planned_new_tokens": case.new_tokens,
         "settings": " ".join([*case.overrides, chosen]).strip(),
         "micro_batch_tokens": config.optimizer.micro_batch_tokens,
         "sequences_at_a_time": memory.sequences_at_a_time,
@@ -290,14 +305,14 @@ def results(
         2 * size.hidden**2 + 2 * size.hidden * (size.hidden // size.heads) * size.kv_heads
         + 3 * size.hidden * size.intermediate
     )  # fmt: skip
-    new = case.completions * case.new_tokens
+    new = case.completions * case.drawn_tokens
     tokens = new + case.completions * case.prompt_tokens
     products = sum(parts[name].seconds for name in _UPDATE)
     passes = config.loss.num_iterations * (3 if config.optimizer.gradient_checkpointing else 2)
     update_flops = 2 * passes * (linears * tokens + head * new)
     rollout_flops = 2 * (linears * (new + case.completions // case.group * case.prompt_tokens) + head * new)
     weights = sum(product_bytes(product, 2) for product in shape.products) + 2 * head
-    context = case.prompt_tokens + case.new_tokens / 2
+    context = case.prompt_tokens + case.drawn_tokens / 2
     kv = 4 * size.layers * size.kv_heads * (size.hidden // size.heads) * context * new
     record = {
         "rollout_s": metrics["time/rollout"],
@@ -313,7 +328,7 @@ def results(
         "rollout_tokens_per_s": new / metrics["time/rollout"],
         "update_tokens_per_s": tokens / metrics["time/update"],
         "rollout_flops": rollout_flops,
-        "rollout_bytes": weights * case.new_tokens + kv,
+        "rollout_bytes": weights * case.drawn_tokens + kv,
         "update_flops": update_flops,
         "update_tflops": update_flops / products / 1e12,
         "matrix_tflops": None if rate is None else rate / 1e12,
@@ -326,7 +341,7 @@ def results(
 
 
 def parts_record(parts: dict[str, Part], memory: Memory) -> dict[str, dict[str, Any]]:
-    """Every part's seconds and peaks, beside what was planned for tensors: GB of 1e9 bytes."""
+    """Every part's seconds and peaks, beside what was planned for tensors, and with the context: GB of 1e9 bytes."""
     record = {}
     for name, part in parts.items():
         planned = memory.peaks.get(_PLANNED.get(name, ""))
@@ -337,6 +352,8 @@ def parts_record(parts: dict[str, Part], memory: Memory) -> dict[str, dict[str, 
             "reserved_gb": round(part.reserved_bytes / 1e9, 3),
             "allocated_gb": round(part.allocated_bytes / 1e9, 3),
             "planned_gb": None if planned is None else round(planned / 1e9, 3),
+            "planned_device_gb": None if planned is None else round((planned + CONTEXT_BYTES) / 1e9, 3),
+            "retries": part.retries,
         }
     return record
 
