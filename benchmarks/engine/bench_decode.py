@@ -1,15 +1,19 @@
-"""Decode speed of the engine on random weights of Qwen2.5's shapes, by format and batch size.
+"""Decode speed of the engine on random weights of Qwen2.5's shapes, by format, adapters' rank and batch size.
 
-    python benchmarks/engine/bench_decode.py [--models 7B 32B] [--formats nvfp4 bf16] [--batch 1 8 ..] [--rank 32]
+    python benchmarks/engine/bench_decode.py [--models 7B 32B] [--formats nvfp4 bf16 mxfp4 transformers]
+                                             [--batch 1 8 ..] [--rank 16 32 64] [--steps 0] [--distinct]
                                              [--kv-cache-dtype fp8] [--head-format nvfp4]
 
-A run generates `--new` tokens after prompts of `--prompt` tokens (no token ends a completion), once to compile and
-capture, then to measure: steps, and what is left when one token is asked for, which is prefill. A step's time is the
-difference over the steps between. Then the update of adapters and norms (with its probe), and sleep, wake and what the
-first tokens cost more after it. From batch 32 on, prompts are shared by 8. The floor is the bytes that a step must
-read (products' weights, head, adapters, keys and values) at 4.2 TB/s. `--profile` adds the kernels of a step.
+What is asked for are `--prompt` and `--new` tokens (no token ends a completion). A step's time grows linearly with its
+context, so the mean over the new tokens is that of `--steps` steps around the middle: prompts are as long as would be
+there by then, and the steps' time is what a call for so many tokens takes more than one for nine. (`--steps 0` runs
+them all.) A run before compiles and captures. Then the update of adapters and norms (with its probe), and sleep, wake
+and what the first tokens cost more after it. From batch 32 on, prompts are shared by 8, unless `--distinct`. The floor
+is the bytes that a step must read (products' weights, head, adapters, keys and values) at 4.2 TB/s. The format
+"transformers" is generate() of transformers over the same bf16 model and adapters. `--profile` adds the kernels of a
+step.
 
-Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them).
+Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them); a table comes at the end.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import harness
@@ -41,8 +48,9 @@ from qerl.types import Request, SamplingParams
 BANDWIDTH = 4.2e12
 LORA_STD = 0.01  # of B
 GROUP, GROUPED_FROM = 8, 32
+SHORT = 9  # tokens of the shorter of two calls
 _PROFILED = 64  # steps
-
+_TRANSFORMERS_STEPS = 24
 
 WEIGHT_BYTES = {"bf16": 2.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
 
@@ -68,22 +76,39 @@ def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float, conf
 
 def policy(size: str, fmt: str, rank: int) -> nn.Module:
     """The model of that size, format and random weights, with adapters on all seven projections (rank 0: without)."""
+    return adapted(base(size, fmt), rank)
+
+
+def base(size: str, fmt: str) -> nn.Module:
+    """The model without adapters."""
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), size)
         config = ModelConfig.model_validate({"path": folder, "format": fmt, "device": "cuda"})
         model, _ = load_model(config, RandomWeights(config, torch.device("cuda")))
+    return model
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """The model with adapters whose B is not zero."""
     if rank == 0:
         return model
-    adapted = attach_lora(model, LoraConfig(r=rank, alpha=rank), seed=0)
+    with_lora = attach_lora(cast(PreTrainedModel, model), LoraConfig(r=rank, alpha=rank), seed=0)
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in with_lora.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, LORA_STD)
-    return adapted
+    return with_lora
 
 
-def requests(batch: int, prompt: int, new: int, vocabulary: int) -> list[Request]:
-    shared = GROUP if batch >= GROUPED_FROM else 1
+def window(prompt: int, new: int, steps: int) -> tuple[int, int]:
+    """(prompt, new tokens) of the call whose steps stand for all: as many as `steps` around the middle; 0: all."""
+    if steps == 0 or steps + SHORT >= new:
+        return prompt, new
+    return prompt + (new - steps) // 2 - SHORT, steps + SHORT
+
+
+def requests(batch: int, prompt: int, new: int, vocabulary: int, *, distinct: bool = False) -> list[Request]:
+    shared = GROUP if batch >= GROUPED_FROM and not distinct else 1
     generator = torch.Generator().manual_seed(batch)
     return [
         Request(
@@ -96,14 +121,14 @@ def requests(batch: int, prompt: int, new: int, vocabulary: int) -> list[Request
     ]
 
 
-def timed(engine: PagedEngine, batch: int, prompt: int, new: int, vocabulary: int, sampling: SamplingParams) -> float:
-    asked = requests(batch, prompt, new, vocabulary)
+def timed(engine: PagedEngine, asked: list[Request], sampling: SamplingParams) -> float:
+    """Seconds of a call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     done = engine.generate(asked, sampling)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    assert all(len(c.token_ids) == new for group in done for c in group)
+    assert all(len(c.token_ids) == r.max_new_tokens for r, group in zip(asked, done, strict=True) for c in group)
     return seconds
 
 
@@ -137,61 +162,118 @@ def profile(run: Any, steps: int) -> None:
         print(f"      {sum(us) / steps:8.1f} us {len(us) / steps:7.1f} x {sum(us) / len(us):7.2f}  {name}")
 
 
-def bench(
-    model: nn.Module, size: str, fmt: str, args: argparse.Namespace, common: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def bench(model: nn.Module, size: str, rank: int, fmt: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The records of one model by batch size."""
     vocabulary = SIZES[size].vocabulary
     sampling = SamplingParams(temperature=1.0)
     settings = {"kv_cache_dtype": args.kv_cache_dtype, "head_format": args.head_format}
-    config = RolloutConfig.model_validate({**settings, "max_completion_length": args.new})
+    prompt, new = window(args.prompt, args.new, args.steps)
+    config = RolloutConfig.model_validate({**settings, "max_completion_length": new})
     print(f"{size} {fmt}:", *(f"{name} {value}" for name, value in settings.items()))
     for batch in args.batch:
         engine = PagedEngine(model, eos_ids=[vocabulary], config=config)
-        started = time.perf_counter()
-        timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
-        first = time.perf_counter() - started
-        whole = timed(engine, batch, args.prompt, args.new, vocabulary, sampling)
-        short = timed(engine, batch, args.prompt, 9, vocabulary, sampling)
-        step = (whole - short) / (args.new - 9)
+        whole_call, short_call, profiled = (
+            requests(batch, prompt, n, vocabulary, distinct=args.distinct) for n in (new, SHORT, _PROFILED)
+        )
+        first = timed(engine, whole_call, sampling)
+        whole = timed(engine, whole_call, sampling)
+        short = timed(engine, short_call, sampling)
+        step = (whole - short) / (new - SHORT)
         sync = seconds_of(partial(engine.sync, None))
         engine.sleep()
         wake = seconds_of(engine.wake)
-        captured = timed(engine, batch, args.prompt, 9, vocabulary, sampling) - short
-        context = args.prompt + (args.new + 9) / 2
-        floor = floor_bytes(size, fmt, args.rank, batch, context, config) / BANDWIDTH
-        record = (
-            {
-                "bench": "decode", "model": size, "format": fmt, "lora_rank": args.rank, "batch": batch,
-                "distinct_prompts": len(requests(batch, 1, 1, vocabulary)), "prompt": args.prompt, "new": args.new,
-                **settings, "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4),
-                "tokens_per_s": round(batch / step, 1), "prefill_s": round(short - 9 * step, 4),
-                "first_s": round(first, 2),
-                "sync_ms": round(sync * 1e3, 2), "wake_ms": round(wake * 1e3, 2), "recapture_s": round(captured, 3),
-                "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-            } | common
-        )  # fmt: skip
+        captured = timed(engine, short_call, sampling) - short
+        floor = floor_bytes(size, fmt, rank, batch, prompt + (new + SHORT) / 2, config) / BANDWIDTH
+        yield {
+            **measured(size, fmt, rank, batch, len(whole_call), step, floor, args), **settings,
+            "prefill_s": round(short - SHORT * step, 4), "first_s": round(first, 2),
+            "sync_ms": round(sync * 1e3, 2), "wake_ms": round(wake * 1e3, 2), "recapture_s": round(captured, 3),
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        }  # fmt: skip
         print(
-            f"{size} {fmt} r{args.rank} batch {batch}: step {step * 1e3:.3f} ms ({step / floor:.2f} x floor), "
-            f"{batch / step:.0f} tokens/s, prefill {short - 9 * step:.3f} s, first call {first:.1f} s, "
-            f"sync {sync * 1e3:.0f} ms, wake {wake * 1e3:.0f} ms, graphs again {captured:.2f} s",
+            f"    prefill {short - SHORT * step:.3f} s, first call {first:.1f} s, sync {sync * 1e3:.0f} ms, "
+            f"wake {wake * 1e3:.0f} ms, graphs again {captured:.2f} s",
             flush=True,
         )
         if batch in args.profile:
-            profile(partial(timed, engine, batch, args.prompt, _PROFILED, vocabulary, sampling), _PROFILED)
-        yield record
+            profile(partial(timed, engine, profiled, sampling), _PROFILED)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
 
 
+def bench_transformers(model: nn.Module, size: str, rank: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The same of transformers' own generate()."""
+    policy = cast(Any, model).eval()
+    prompt, _ = window(args.prompt, args.new, args.steps)
+    for batch in args.batch:
+        ids = torch.randint(0, SIZES[size].vocabulary, (batch, prompt), device=policy.device)
+
+        seen = torch.ones_like(ids)
+
+        def seconds(new: int, ids: torch.Tensor = ids, seen: torch.Tensor = seen) -> float:
+            config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0)
+            return seconds_of(lambda: policy.generate(ids, attention_mask=seen, generation_config=config))
+
+        try:
+            seconds(SHORT)
+            step = (seconds(SHORT + _TRANSFORMERS_STEPS) - seconds(SHORT)) / _TRANSFORMERS_STEPS
+        except torch.OutOfMemoryError:
+            print(f"{size} transformers r{rank} batch {batch}: out of memory", flush=True)
+            continue
+        context = prompt + SHORT + _TRANSFORMERS_STEPS / 2
+        floor = floor_bytes(size, "bf16", rank, batch, context, RolloutConfig()) / BANDWIDTH
+        yield measured(size, "transformers", rank, batch, batch, step, floor, args)
+
+
+def measured(
+    size: str, fmt: str, rank: int, batch: int, distinct: int, step: float, floor: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The part that all records have, printed in a line."""
+    print(
+        f"{size} {fmt} r{rank} batch {batch}: step {step * 1e3:.3f} ms ({step / floor:.2f} x floor), "
+        f"{batch / step:.0f} tokens/s",
+        flush=True,
+    )
+    return {
+        "bench": "decode", "model": size, "format": fmt, "lora_rank": rank, "batch": batch,
+        "distinct_prompts": distinct, "prompt": args.prompt, "new": args.new, "steps": args.steps,
+        "step_ms": round(step * 1e3, 4), "floor_ms": round(floor * 1e3, 4), "tokens_per_s": round(batch / step, 1),
+        "run": args.run, "commit": args.commit or harness.commit(), "gpu": torch.cuda.get_device_name(),
+        "versions": harness.versions(),
+    }  # fmt: skip
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Milliseconds a step (x floor) of each format by model, rank and batch, and how much faster than bf16 it is."""
+    rows: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
+    for r in records:
+        rows.setdefault((r["model"], r["lora_rank"], r["batch"]), {})[r["format"]] = r
+    formats = list(dict.fromkeys(r["format"] for r in records))
+    lines = ["| model | rank | batch | " + " | ".join(formats) + " |", "|---" * (3 + len(formats)) + "|"]
+    for (size, rank, batch), row in rows.items():
+        cells = []
+        for fmt in formats:
+            r, bf16 = row.get(fmt), row.get("bf16")
+            cell = "-" if r is None else f"{r['step_ms']:.2f} ({r['step_ms'] / r['floor_ms']:.2f})"
+            if r is not None and bf16 is not None and fmt != "bf16":
+                cell += f", {bf16['step_ms'] / r['step_ms']:.2f}x"
+            cells.append(cell)
+        lines.append(f"| {size} | {rank} | {batch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=["7B"])
-    parser.add_argument("--formats", nargs="+", choices=("nvfp4", "mxfp4", "bf16"), default=["nvfp4", "bf16"])
+    formats = ("nvfp4", "mxfp4", "bf16", "transformers")
+    parser.add_argument("--formats", nargs="+", choices=formats, default=["nvfp4", "bf16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=1024)
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters; 0: none")
+    parser.add_argument("--steps", type=int, default=96, help="measured around the middle of the new tokens; 0: all")
+    parser.add_argument("--rank", nargs="+", type=int, default=[32], help="of the adapters; 0: none")
+    parser.add_argument("--distinct", action="store_true", help="a prompt of its own for every completion")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as rollout.kv_cache_dtype")
     parser.add_argument("--head-format", choices=("auto", "nvfp4"), default="auto", help="as rollout.head_format")
     parser.add_argument("--profile", nargs="*", type=int, default=[], help="batch sizes whose kernels are listed")
@@ -199,20 +281,30 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="in every record; default: what git says")
     parser.add_argument("--out", default=None, help="file to append to, - to print; default: by the GPU's name")
     args = parser.parse_args()
-    gpu = torch.cuda.get_device_name()
-    common = {"run": args.run, "commit": args.commit or harness.commit(), "gpu": gpu, "versions": harness.versions()}
+    records = []
     for size in args.models:
-        for fmt in args.formats:
+        for storage in dict.fromkeys("bf16" if fmt == "transformers" else fmt for fmt in args.formats):
             started = time.perf_counter()
-            model = policy(size, fmt, args.rank)
+            bare = base(size, storage)
             torch.cuda.synchronize()
             made, held = time.perf_counter() - started, torch.cuda.memory_allocated() / 1e9
-            print(f"{size} {fmt}: made in {made:.1f} s, {held:.1f} GB", flush=True)
-            for record in bench(model, size, fmt, args, common):
-                harness.write([record], args.out, gpu)
-            del model
+            print(f"{size} {storage}: made in {made:.1f} s, {held:.1f} GB", flush=True)
+            for rank in args.rank:
+                model = adapted(bare, rank)
+                runs = [bench(model, size, rank, storage, args)] if storage in args.formats else []
+                if storage == "bf16" and "transformers" in args.formats:
+                    runs.append(bench_transformers(model, size, rank, args))
+                for record in chain(*runs):
+                    harness.write([record], args.out, record["gpu"])
+                    records.append(record)
+                if isinstance(model, PeftModel):
+                    bare = cast(Any, model).unload()
+                del model, runs
+                gc.collect()
+            del bare
             gc.collect()
             torch.cuda.empty_cache()
+    print(table(records))
 
 
 if __name__ == "__main__":
