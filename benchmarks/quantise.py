@@ -15,15 +15,14 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.display import ByteProgress
-from qerl.formats import nvfp4
-from qerl.formats.codes import MXFP4, NVFP4
-from qerl.formats.nvfp4 import NVFP4Tensor
+from qerl.formats.codes import INT4, MXFP4, NF4, NVFP4
 from qerl.formats.writing import quantize_checkpoint
 
 HIDDEN, INTERMEDIATE = 5120, 13824  # Qwen2.5-14B
@@ -38,37 +37,40 @@ LINEARS = {
 }
 
 
-def same_bits(a: NVFP4Tensor, b: NVFP4Tensor, rows: int) -> bool:
-    return all(
-        torch.equal(x[:rows].cpu().view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a[:2], b[:2], strict=True)
-    )
+COLUMNS: dict[str, Any] = {
+    "nvfp4, amax": NVFP4("amax"),
+    "nvfp4, sweep": NVFP4(),
+    "nvfp4, weighted": NVFP4(),
+    "mxfp4, sweep": MXFP4(),
+    "mxfp4, weighted": MXFP4(),
+    "nf4": NF4(double_quant=False),  # with it, the mean of the maxima is a sum in the device's order
+    "int4, sweep": INT4(),
+}
 
 
 def from_memory() -> None:
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}: GB/s of bf16 weights, quantised from memory")
-    print("| matrix | amax | sweep | weighted | mxfp4, sweep | bits as on the CPU |\n|---|---|---|---|---|---|")
+    print(f"| matrix | {' | '.join(COLUMNS)} | bits as on the CPU |\n|{'---|' * (len(COLUMNS) + 2)}")
     for n, k in ((INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (1024, HIDDEN)):
         weight = torch.randn(n, k, device=device).mul_(0.02).bfloat16()
         importance = torch.rand(k, device=device)
         rates, same = [], []
-        for format, weights in ((NVFP4("amax"), None), (NVFP4(), None), (NVFP4(), importance), (MXFP4(), None)):
+        for label, format in COLUMNS.items():
+            how = {"importance": importance} if label.endswith("weighted") else {}
             best = float("inf")
             for _ in range(6):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                codes = format.quantize(weight, shared=format.share([weight], ["weight"]), importance=weights)
+                shared = format.share([weight], ["weight"])
+                codes: Any = format.quantize(weight, shared=shared, **how)
                 torch.cuda.synchronize()
                 best = min(best, time.perf_counter() - start)
             rates.append(f"{weight.nbytes / best / 1e9:.1f}")
-            if isinstance(codes, NVFP4Tensor) and isinstance(format, NVFP4):
-                on_cpu = nvfp4.quantize(
-                    weight[:128].cpu(),
-                    scale=format.scale,
-                    global_scale=codes.global_scale.cpu(),
-                    importance=None if weights is None else weights.cpu(),
-                )
-                same.append(same_bits(codes, on_cpu, 128))
+            there = {key: vector.cpu() for key, vector in how.items()}
+            on_cpu: Any = format.quantize(weight[:128].cpu(), shared=None if shared is None else shared.cpu(), **there)
+            pairs = [(a[: len(b)].cpu(), b) for a, b in zip(codes, on_cpu, strict=True) if b is not None]
+            same.append(all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in pairs))
         print(f"| {n} x {k} | {' | '.join(rates)} | {all(same)} |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The quantising kernel gives the bits of formats/nvfp4.py on a CPU: every rule of scales, odd blocks, odd sizes."""
+"""The quantising kernel gives the bits of formats/nvfp4.py and mxfp4.py on a CPU: every rule, odd blocks and sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
-from qerl.formats import nvfp4
+from qerl.formats import mxfp4, nvfp4
 
 SIZES = [(3, 32), (40, 80), (17, 1024)]
 
@@ -27,7 +27,7 @@ def weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bits_are_the_references(size, dtype, rule, device):
-    from qerl.formats.nvfp4_cuda import quantize_pieces
+    from qerl.formats.e2m1_cuda import nvfp4_pieces
 
     weight = weights(*size, dtype)
     if dtype == torch.float16:
@@ -38,16 +38,37 @@ def test_the_bits_are_the_references(size, dtype, rule, device):
         expected = nvfp4.quantize(weight, scale=scale, global_scale=global_scale, importance=importance)
         first, last = (0, 0) if rule == "amax" else (nvfp4.SWEEP.start, nvfp4.SWEEP.stop)
         on_device = None if importance is None else importance.to(device)
-        codes, scales = quantize_pieces(weight.to(device), expected.global_scale.to(device), on_device, first, last)
+        codes, scales = nvfp4_pieces(weight.to(device), expected.global_scale.to(device), on_device, first, last)
         assert torch.equal(scales.cpu(), expected.block_scale.view(torch.uint8))
         assert torch.equal(codes.cpu(), expected.packed)
 
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", ["ocp", "sweep", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [(3, 64), (41, 96), (17, 1024)])
+def test_mxfp4s_bits_are_the_references(size, dtype, rule, device):
+    from qerl.formats.e2m1_cuda import mxfp4_pieces
+
+    weight = weights(*size, dtype)
+    weight[0, :32] = 0
+    weight[2, :32], weight[2, 32:64] = 3e38, 1e-38
+    if dtype == torch.float32:
+        weight[1, :32] = 1e-42  # subnormal
+    importance = torch.rand(size[1]).exp() ** 4 if rule == "weighted" else None
+    expected = mxfp4.quantize(weight, scale="ocp" if rule == "ocp" else "sweep", importance=importance)
+    on_device = None if importance is None else importance.to(device)
+    codes, scales = mxfp4_pieces(weight.to(device), on_device, rule != "ocp")
+    assert torch.equal(scales.cpu(), expected.block_scale)
+    assert torch.equal(codes.cpu(), expected.packed)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_scale_code_is_encoded_and_decoded(device):
     """Blocks whose amax is 6 times each E4M3 value, its midpoints, and a little beside them."""
-    from qerl.formats.nvfp4_cuda import quantize_pieces
+    from qerl.formats.e2m1_cuda import nvfp4_pieces
 
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[:-1] + values[1:]) / 2
@@ -58,7 +79,7 @@ def test_every_scale_code_is_encoded_and_decoded(device):
     weight[:, 3] = amax
     one = torch.ones(1)
     expected = nvfp4.quantize(weight, scale="amax", global_scale=one)
-    codes, scales = quantize_pieces(weight.to(device), one.to(device), None, 0, 0)
+    codes, scales = nvfp4_pieces(weight.to(device), one.to(device), None, 0, 0)
     assert torch.equal(scales.cpu(), expected.block_scale.view(torch.uint8)) and scales.unique().numel() == 127
     assert torch.equal(codes.cpu(), expected.packed)
 
@@ -71,12 +92,17 @@ def test_in_tritons_interpreter():
 
 @needs_triton
 @outer_run
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_kernel_compiles(capability, monkeypatch):
+def test_the_kernel_compiles(capability, format, monkeypatch):
     """With divisions rounded to nearest, and no multiply-add in place of two operations."""
-    from qerl.formats.nvfp4_cuda import quantize_pieces
+    from qerl.formats.e2m1_cuda import mxfp4_pieces, nvfp4_pieces
 
     weight, one, importance = torch.randn(64, 64).bfloat16(), torch.ones(1), torch.ones(64)
-    (compiled,) = compile_launches(capability, monkeypatch, lambda: quantize_pieces(weight, one, importance, -4, 9))
+    launch = {
+        "nvfp4": lambda: nvfp4_pieces(weight, one, importance, -4, 9),
+        "mxfp4": lambda: mxfp4_pieces(weight, importance, True),
+    }
+    (compiled,) = compile_launches(capability, monkeypatch, launch[format])
     ptx = compiled.asm["ptx"]
-    assert "div.rn.f32" in ptx and "div.full.f32" not in ptx and "fma.rn.f32" not in ptx
+    assert ("div.rn.f32" in ptx) == (format == "nvfp4") and "div.full.f32" not in ptx and "fma.rn.f32" not in ptx

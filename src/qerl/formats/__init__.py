@@ -3,8 +3,8 @@
 | module | what it is |
 |---|---|
 | `nvfp4.py` | NVFP4: E2M1 codes, E4M3 block scales, fp32 global scale; quantise and dequantise |
-| `nvfp4_cuda.py` | its quantise on a GPU, in one kernel |
 | `mxfp4.py` | MXFP4: E2M1 codes, E8M0 scales for 32 values; quantise and dequantise |
+| `e2m1_cuda.py` | quantise of both on a GPU, in one kernel |
 | `nf4.py` | NF4: 16 levels of a normal distribution, absmax for 64 values, quantised too or not; as bitsandbytes |
 | `int4.py` | INT4: 16 equal steps, bf16 scale and zero point for 32, 64 or 128 values |
 | `codes.py` | NVFP4 and MXFP4 behind one interface, and how far codes are from the weights |

@@ -1,4 +1,4 @@
-"""MXFP4: the OCP microscaling format with E2M1 values, a baseline beside NVFP4. Pure PyTorch, any device, no kernels.
+"""MXFP4: the OCP microscaling format with E2M1 values, a baseline beside NVFP4. Pure PyTorch; on a GPU, e2m1_cuda.py.
 
 A weight matrix [N, K] is cut along K into blocks of 32 values. A weight is
 
@@ -36,8 +36,7 @@ _E2M1_MAX_EXPONENT = 2  # of 6 = 1.5 * 2^2
 _MAX_EXPONENT = 252  # 6 * 2^(252 - 127) is the largest E2M1 multiple that float32 holds
 _SWEEP = (0, -1, 1)  # the OCP exponent first: it stays where another is no better
 
-# Weights worked on at a time: a few float32 temporaries of this size stay in a core's (a GPU's) second-level cache.
-_PIECE = {"cpu": 1 << 16, "cuda": 1 << 23}
+_PIECE = 1 << 16  # weights worked on at a time: a few float32 temporaries of this size stay in a core's L2 cache
 
 
 class MXFP4Tensor(NamedTuple):
@@ -64,9 +63,13 @@ def quantize(
     if k % BLOCK:
         raise ValueError(f"{name} has {k} columns: MXFP4 needs a multiple of {BLOCK}; keep this layer in bf16")
     finite_amax([weight], [name])
-    codes = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8, device=weight.device)
-    rows = max(1, _PIECE.get(weight.device.type, _PIECE["cpu"]) // max(k, 1))
+    if weight.is_cuda:
+        from qerl.formats.e2m1_cuda import mxfp4_pieces  # Triton is there where CUDA is
+
+        return MXFP4Tensor(*mxfp4_pieces(weight, importance, scale == "sweep"))
+    codes = torch.empty(n, k // 2, dtype=torch.uint8)
+    scales = torch.empty(n, k // BLOCK, dtype=torch.uint8)
+    rows = max(1, _PIECE // max(k, 1))
     for piece in range(0, n, rows):
         blocks = weight[piece : piece + rows].float().reshape(-1, k // BLOCK, BLOCK)
         magnitudes = blocks.abs()

@@ -1,4 +1,4 @@
-"""NVFP4: what its bits mean, and the two ways to choose a block's scale. Pure PyTorch; on a GPU, nvfp4_cuda.py.
+"""NVFP4: what its bits mean, and the two ways to choose a block's scale. Pure PyTorch; on a GPU, e2m1_cuda.py.
 
 A weight matrix [N, K] is cut along K into blocks of 16 values. A weight is
 
@@ -88,10 +88,10 @@ def quantize(
     else:
         finite_amax([weight], [name])
     if weight.is_cuda:
-        from qerl.formats.nvfp4_cuda import quantize_pieces  # Triton is there where CUDA is
+        from qerl.formats.e2m1_cuda import nvfp4_pieces  # Triton is there where CUDA is
 
         tried = SWEEP if scale == "sweep" else range(0)
-        codes, scales = quantize_pieces(weight, global_scale, importance, tried.start, tried.stop)
+        codes, scales = nvfp4_pieces(weight, global_scale, importance, tried.start, tried.stop)
         return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), global_scale)
     codes = torch.empty(n, k // 2, dtype=torch.uint8)
     scales = torch.empty(n, k // BLOCK, dtype=torch.uint8)
