@@ -104,7 +104,7 @@ def _quantize_kernel(
         scale = tl.div_rn(tl.div_rn(amax, tl.full([BLOCKS], 6.0, tl.float32)), global_scale)
         start = tl.maximum(_e4m3_codes(tl.minimum(scale, 448.0)), tl.where(amax != 0, 1, 0))  # 0 if all is zero
     else:
-        start = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
+        start = tl.maximum(_exponent(amax) - 2, 0)
     best = start
     if SWEEP:
         least = tl.full([BLOCKS], float("inf"), tl.float32)
@@ -146,6 +146,12 @@ def _scaled(x, code, global_scale, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
         step = tl.where(step > 0, step, 1.0)
         return tl.div_rn(x, tl.broadcast_to(step[:, None], (BLOCKS, SIZE)))
     return x * _power_of_two(127 - code)[:, None]
+
+
+@triton.jit
+def _exponent(x):
+    """The biased exponent of x >= 0."""
+    return x.to(tl.int32, bitcast=True) >> 23
 
 
 @triton.jit
