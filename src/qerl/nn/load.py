@@ -12,8 +12,8 @@ above the model's own is one group's bf16 weights.
 
 Any decoder of transformers loads whose attention goes through its attention interface and whose logits are its head's
 output; what would compute something else here is refused by name. A norm is replaced by our RMSNorm only if it is shown
-to compute w * x / rms(x); the others (Gemma's 1 + w, LayerNorms) stay and take no noise. Gated blocks that are shown to
-be SwiGLUs are replaced, too (nn/mlp.py).
+to compute w * x / rms(x); the others (Gemma's 1 + w, LayerNorms) stay and take no noise. Blocks of
+Llama's kind, shown to be that, have one operation between their products (nn/mlp.py, nn/self_attention.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
 from qerl.formats.codes import BF16, Codes, FourBits, format_named
 from qerl.formats.folding import read_folds
 from qerl.formats.nvfp4 import finite_amax
+from qerl.nn import self_attention
 from qerl.nn.attention import ATTENTION
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.mlp import gated_mlp
@@ -166,7 +167,7 @@ def open_base(config: ModelConfig, weights: Weights | None = None) -> Base:
     model = _model_on_meta(folder, dtype, config.trust_remote_code)
     _materialize_buffers(model, device)
     _replace_norms(model)
-    _replace_mlps(model)
+    _fuse_blocks(model)
     source = Source(weights, model)
     groups = plan_linears(model, source, config)
     check_names(model, source, groups)
@@ -296,11 +297,14 @@ def _replace_norms(model: PreTrainedModel) -> None:
         logger.warning("%d RMSNorms are not w * x / rms(x) and take no noise, such as %s", len(left), left[0])
 
 
-def _replace_mlps(model: PreTrainedModel) -> None:
+def _fuse_blocks(model: PreTrainedModel) -> None:
+    """Let what stands between two products be one operation, in blocks of Llama's kind."""
     for name, module in list(model.named_modules()):
         block = gated_mlp(module)
         if block is not None:
             model.set_submodule(name, block)
+        else:
+            self_attention.fuse(module)
 
 
 def rms_norm_eps(module: nn.Module) -> float | None:
