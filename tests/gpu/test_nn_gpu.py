@@ -112,6 +112,27 @@ def test_recomputation_gives_the_same_gradients_and_less_memory():
         close(actual[name], gradient, 2e-2)  # flash attention's backward adds in no fixed order
 
 
+def test_gradients_of_the_fused_kernels_in_bf16_are_near_fp32_on_the_cpu():
+    """Norms, rotation, attention, SwiGLU, adapters and head, forth and back: a wrong sign in one shows everywhere."""
+    gradients = []
+    for device in ("cpu", "cuda"):
+        model = embedded(device)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        recompute_layers(model)
+        ids = tokens(model, device)
+        hidden = packed_forward(model, ids, ENDS)
+        logprobs, _ = token_logprobs(hidden, head(model).weight, ids.roll(-1), chunk=64)
+        (logprobs * torch.randn(len(ids), generator=generator).to(device)).sum().backward()
+        gradients.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.requires_grad})
+    for part in ("lora_A", "lora_B"):
+        here, there = (torch.cat([g.flatten() for n, g in of.items() if part in n]) for of in gradients)
+        close(there, here, 0.1)
+
+
 def test_a_packed_linear_moves_and_multiplies():
     model, _ = load_model(ModelConfig(device="cpu", dtype="bfloat16"))
     linear = decoder_layers(model)[0].mlp.down_proj

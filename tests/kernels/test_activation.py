@@ -89,4 +89,4 @@ def test_the_kernel_compiles(capability, monkeypatch):
     gate, up = halves(8, 18944)
     calls = lambda: (swiglu_bf16(gate, up), swiglu_grad_bf16(gate, gate, up))  # noqa: E731
     forward, backward = compile_launches(capability, monkeypatch, calls)
-    assert "st.global.v2" in forward.asm["ptx"] and "st.global.v2" in backward.asm["ptx"]
+    assert "st.global.v2" in forward.asm["ptx"] and "st.global.v4" in backward.asm["ptx"]

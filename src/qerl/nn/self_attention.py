@@ -112,6 +112,7 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         # In place, too: attention's backward pass made them for this one. Of keys that it repeated, heads are apart.
-        dq, dk = (grad if grad.stride()[1:] == (grad.shape[2], 1) else grad.contiguous() for grad in (dq, dk))
+        rows = torch.contiguous_format
+        dq, dk = (g if g.stride()[1:] == (g.shape[2], 1) else g.clone(memory_format=rows) for g in (dq, dk))
         rotate_and_store_(dq, dk, dk, Rotation(cos.contiguous(), sin.neg()))
         return dq, dk, None, None

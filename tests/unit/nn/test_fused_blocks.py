@@ -55,7 +55,9 @@ def test_attention_and_its_gradient_stay_what_they_were(family):
         results.append((y, *torch.autograd.grad(y.sin().sum(), [x, *weights])))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(results[0][0], original(**inputs | {"position_embeddings": (torch.ones(1), torch.ones(1))})[0])
+    assert not torch.equal(
+        results[0][0], original(**inputs | {"position_embeddings": (torch.ones(1), torch.ones(1))})[0]
+    )
 
 
 def test_without_packing_attention_is_transformers_own():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from qerl.kernels.activation.swiglu import WIDTH
 from qerl.kernels.numerics import rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
+
+WIDTH: Any = 1024
+"""16 bytes of each operand a thread."""
 
 
 def swiglu_grad_bf16(
