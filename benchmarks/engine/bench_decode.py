@@ -76,15 +76,15 @@ def floor_bytes(size: str, fmt: str, rank: int, batch: int, context: float, conf
 
 def policy(size: str, fmt: str, rank: int) -> nn.Module:
     """The model of that size, format and random weights, with adapters on all seven projections (rank 0: without)."""
-    return adapted(base(size, fmt), rank)
+    return adapted(base(size, fmt, rank), rank)
 
 
-def base(size: str, fmt: str) -> nn.Module:
-    """The model without adapters."""
+def base(size: str, fmt: str, rank: int) -> nn.Module:
+    """The model, with room for adapters of that rank."""
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), size)
         config = ModelConfig.model_validate({"path": folder, "format": fmt, "device": "cuda"})
-        model, _ = load_model(config, RandomWeights(config, torch.device("cuda")))
+        model, _ = load_model(config, RandomWeights(config, torch.device("cuda")), adapter_rank=rank)
     return model
 
 
@@ -285,7 +285,7 @@ def main() -> None:
     for size in args.models:
         for storage in dict.fromkeys("bf16" if fmt == "transformers" else fmt for fmt in args.formats):
             started = time.perf_counter()
-            bare = base(size, storage)
+            bare = base(size, storage, max(args.rank))
             torch.cuda.synchronize()
             made, held = time.perf_counter() - started, torch.cuda.memory_allocated() / 1e9
             print(f"{size} {storage}: made in {made:.1f} s, {held:.1f} GB", flush=True)

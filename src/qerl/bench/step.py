@@ -209,7 +209,7 @@ def random_trainer(config: RunConfig, prompts: Sequence[str], meter: Meter) -> T
     """A trainer over random weights, with adapters that do something, random rewards. Its making is a part, "load"."""
 
     def load(model_config: Any) -> Any:
-        model, _ = load_model(model_config, RandomWeights(model_config, meter.device))
+        model, _ = load_model(model_config, RandomWeights(model_config, meter.device), adapter_rank=config.lora.r)
         return model, word_tokenizer()
 
     task = RowsTask(config.task, [{"prompt": prompt} for prompt in prompts])

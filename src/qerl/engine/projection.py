@@ -11,6 +11,8 @@ INT4) are dequantised side by side into one scratch matrix, and are one product 
     packed, one product, no rank above 64     within the product (kernels/w4a16): the finished sum is rounded once
     anything else                             beside it, in the trainer's order and rounding (nn/lora.py): all x A_i^T
                                               as one product, all B_i and the addition in one pass (kernels/lora)
+    dense, with room behind its rows          the same, but the A_i are there (nn/load.py: spare_rows), so that one
+                                              product gives y and all x A_i^T
 
 Batch-invariant ones take the tokens in blocks of always the same size (blocks.py).
 
@@ -53,6 +55,7 @@ class Projection:
         self._sizes = [base.out_features for base in self._bases]
         self._products = _fuse(self._bases)
         self._packed = _packed_whole(self._products)
+        self._room = _with_spare_rows(self._bases)
         self._ranks: list[int] = []
         self._scalings: list[float] = []
         self._within: PackedAdapter | None = None
@@ -68,12 +71,17 @@ class Projection:
         adapter = self._within
         if adapter is not None and gain != 1:
             adapter = adapter._replace(scaling=adapter.scaling * gain)
-        if self._beside is None or gain == 0:
+        beside = self._beside
+        if beside is None or gain == 0:
             whole = self._whole(x, adapter)
+        elif beside.behind is not None:
+            both = F.linear(x, beside.behind, beside.bias)
+            whole, inner = both.tensor_split([sum(self._sizes)], dim=-1)
+            beside.add_(whole, inner, gain)
         else:
-            with self._beside.inner(x) as inner:
+            with beside.inner(x) as inner:
                 whole = self._whole(x, None)
-            self._beside.add_(whole, inner, gain)
+            beside.add_(whole, inner, gain)
         return whole.split(self._sizes, dim=-1)
 
     def _whole(self, x: Float[Tensor, "*batch k"], adapter: PackedAdapter | None) -> Float[Tensor, "*batch n"]:
@@ -99,7 +107,9 @@ class Projection:
             if self._packed is not None and 0 < max(ranks) <= MAX_RANK:
                 self._within = pack_adapter(self._packed, entries, self._dtype)
             elif any(ranks):
-                self._beside = _Beside(self._bases, ranks, self._dtype)
+                self._beside = _Beside(self._bases, ranks, self._dtype, self._room)
+                if self._beside.bias is not None:
+                    self._products[0] = self._products[0][0], self._beside.bias[: sum(self._sizes)]
         scalings = [0.0 if f is None else f.scaling for f in factors]
         holder = self._within or self._beside
         if holder is not None and scalings != self._scalings:
@@ -146,9 +156,25 @@ def sync(projections: Sequence[Projection]) -> Float32[Tensor, " adapters"]:
 class _Beside:
     """Adapters that no product takes in; a rank of 0 is none."""
 
-    def __init__(self, bases: Sequence[nn.Linear], ranks: Sequence[int], dtype: torch.dtype) -> None:
+    behind: Tensor | None
+    """The weight with the A_i behind it, where there is room."""
+    bias: Tensor | None
+    """Of both, with zeros for the latter; its first rows are the product's from then on."""
+
+    def __init__(
+        self, bases: Sequence[nn.Linear], ranks: Sequence[int], dtype: torch.dtype, room: Tensor | None
+    ) -> None:
+        """room: the bases' weights as one, with free rows behind."""
         device = bases[0].weight.device
-        self._a = torch.empty(sum(ranks), bases[0].in_features, dtype=dtype, device=device)
+        rows, added = sum(base.out_features for base in bases), sum(ranks)
+        self.behind = self.bias = None
+        if room is not None and room.dtype == dtype and rows + added <= len(room):
+            self.behind = room[: rows + added]
+            self._a = self.behind[rows:]
+            if bases[0].bias is not None:
+                self.bias = F.pad(torch.cat([base.bias.detach() for base in bases]), (0, added))
+        else:
+            self._a = torch.empty(added, bases[0].in_features, dtype=dtype, device=device)
         self._expansion = Expansion.empty([base.out_features for base in bases], ranks, dtype, device)
 
     @property
@@ -247,6 +273,19 @@ def _neighbours_dense(weights: list[Tensor]) -> Tensor | None:
             return None
         end += w.numel()
     return first.as_strided((sum(len(w) for w in weights), first.shape[1]), first.stride())
+
+
+def _with_spare_rows(bases: Sequence[nn.Linear]) -> Tensor | None:
+    """The dense weights and the free rows behind them as one; None where they are not, or some have a bias."""
+    spare = getattr(bases[-1], "spare_rows", None)
+    weights = [_weight(base) for base in bases]
+    if spare is None or not len(spare) or len({base.bias is None for base in bases}) != 1:
+        return None
+    if not all(isinstance(weight, Tensor) for weight in weights):
+        return None
+    whole = _neighbours([*weights, spare])
+    assert whole is None or isinstance(whole, Tensor)
+    return whole
 
 
 def _packed_whole(products: Sequence[tuple[Weight, Tensor | None]]) -> PackedWeight | None:

@@ -175,18 +175,23 @@ def open_base(config: ModelConfig, weights: Weights | None = None) -> Base:
 
 
 def load_model(
-    config: ModelConfig, weights: Weights | None = None, *, progress: Callable[[int, int], None] | None = None
+    config: ModelConfig,
+    weights: Weights | None = None,
+    *,
+    adapter_rank: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen model in eval mode on `config.device`, and its tokenizer. ValueError as `open_base` has it.
 
-    weights: instead of those in the folder's files, which then has only the config and the tokenizer; progress: told
-    how many of how many products are loaded.
+    weights: instead of those in the folder's files, which then has only the config and the tokenizer; adapter_rank:
+    rows to leave free behind a dense product's weight, for each of its linears; progress: told how many of how many
+    products are loaded.
     """
     base = open_base(config, weights)
     model = base.model
     load_all_but_groups(base)
     for done, group in enumerate(base.groups, start=1):
-        load_group(base, group)
+        load_group(base, group, adapter_rank)
         if progress is not None:
             progress(done, len(base.groups))
     model.tie_weights()
@@ -475,8 +480,12 @@ def load_all_but_groups(base: Base) -> None:
             module.fold = fold.outputs.to(base.device)
 
 
-def load_group(base: Base, group: Group) -> None:
-    """Fill a group's weights from one storage. Its biases are there already."""
+def load_group(base: Base, group: Group, adapter_rank: int = 0) -> None:
+    """Fill a group's weights from one storage. Its biases are there already.
+
+    The rows that are left free behind dense weights are the last linear's `spare_rows`: there the engine keeps the
+    adapters' A, so that one product gives x W^T and x A^T.
+    """
     linears = [_linear(base.model, name) for name in group.names]
     if group.packed:
         weights = frozen_weights(base.codes(group))
@@ -485,11 +494,14 @@ def load_group(base: Base, group: Group) -> None:
         return
     dtype = linears[0].weight.dtype
     rows = [linear.out_features for linear in linears]
-    fused = torch.empty(sum(rows), linears[0].in_features, device=base.device, dtype=dtype)
-    for name, linear, view in zip(group.names, linears, fused.split(rows), strict=True):
+    spare = len(rows) * adapter_rank
+    fused = torch.empty(sum(rows) + spare, linears[0].in_features, device=base.device, dtype=dtype)
+    *views, free = fused.split([*rows, spare])
+    for name, linear, view in zip(group.names, linears, views, strict=True):
         view.copy_(_read(base.source, f"{name}.weight", linear.weight, base.device))
         finite_amax([view], [f"{name}.weight"])
         linear.weight = nn.Parameter(view, requires_grad=False)
+    linears[-1].spare_rows = free
 
 
 def _linear(model: PreTrainedModel, name: str) -> nn.Linear:

@@ -126,7 +126,7 @@ class Trainer:
             base, self.tokenizer = load(config.model)
         else:
             with nullcontext() if self.display.quiet else show_progress("loading the model") as progress:
-                base, self.tokenizer = load_model(config.model, progress=progress)
+                base, self.tokenizer = load_model(config.model, adapter_rank=config.lora.r, progress=progress)
         self.model = attach_lora(base, config.lora, seed=config.seed)
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:

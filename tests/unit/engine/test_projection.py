@@ -164,6 +164,55 @@ def test_what_no_product_takes_in_is_added_beside(why: str, monkeypatch: pytest.
     assert seen == [None] * (6 * {"dense": 0, "rank": 1, "several": 3}[why])
 
 
+@torch.no_grad()
+def leave_room(linears: list[nn.Module], rows: int) -> None:
+    """Weights and free rows behind them in one storage, as nn/load.py leaves them."""
+    bases = [base_linear(linear) for linear in linears]
+    fused = torch.cat([*(base.weight for base in bases), torch.full((rows, 64), torch.nan)])
+    *views, free = fused.split([*(len(base.weight) for base in bases), rows])
+    for base, view in zip(bases, views, strict=True):
+        base.weight.data = view
+    bases[-1].spare_rows = free
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_dense_product_has_its_adapters_in_the_rows_behind_it(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2" if bias else "mistral", packed=False, lora=False)
+    leave_room(qkv(model), rows=12)
+    model = attach_lora(model, LoraConfig(r=4, rank_pattern={"k_proj": 3}), seed=2)
+    scatter_adapters(model)
+    linears, fused = qkv(model), Projection(qkv(model), torch.float32)
+    calls: list[torch.Size] = []
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(projection.F, "linear", lambda x, *more: calls.append(more[0].shape) or product(x, *more))
+    sync([fused])
+    calls.clear()
+    fused(X)
+    fused(X, 0.0)
+    rows = sum(base_linear(linear).out_features for linear in linears)
+    of_x = [shape for shape in calls if shape[1] == 64]
+    assert of_x == [(rows + 11, 64), (rows, 64)]
+    for _ in range(2):
+        for linear in linears if bias else []:
+            base_linear(linear).bias.requires_grad_().data += 1
+        sync([fused])
+        check(fused, linears)
+        check(fused, linears, gain=0.0)
+        check(fused, linears, gain=3.0)
+        scatter_adapters(model)
+
+
+def test_adapters_that_find_no_room_behind_are_beside() -> None:
+    model = policy("qwen2", packed=False, lora=False)
+    leave_room(qkv(model), rows=11)
+    model = attach_lora(model, LoraConfig(r=4), seed=2)
+    scatter_adapters(model)
+    linears, fused = qkv(model), Projection(qkv(model), torch.float32)
+    sync([fused])
+    check(fused, linears)
+    assert base_linear(linears[-1]).spare_rows.isnan().all()
+
+
 def test_the_sum_of_a_packed_product_is_rounded_once() -> None:
     """bf16: the nearest number to the sum over the rounded x, A, u and B."""
     linears = qkv(policy("qwen2", dtype=torch.bfloat16))

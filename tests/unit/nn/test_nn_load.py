@@ -136,6 +136,20 @@ def test_fused_linears_share_one_storage(folders):
     assert [weight.storage_offset() for weight in fused] == [0, 64 * 64, 96 * 64]
 
 
+def test_rows_for_adapters_are_left_behind_dense_weights(folders):
+    config = ModelConfig(path=str(folders("qwen2")), format="bf16", device="cpu")
+    model, _ = load_model(config, adapter_rank=5)
+    plain, _ = load_model(config)
+    layer = decoder_layers(model)[0]
+    for *others, last in (
+        [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        [layer.mlp.down_proj],
+    ):
+        assert last.spare_rows.shape == (5 * (len(others) + 1), last.in_features)
+        assert last.spare_rows.data_ptr() == last.weight.data_ptr() + last.weight.nbytes
+    assert all(torch.equal(w, plain.state_dict()[name]) for name, w in model.state_dict().items())
+
+
 def test_tied_embedding_is_held_once(folders):
     tied, untied = load(folders("qwen2")), load(folders("qwen3"))
     assert head(tied).weight is tied.get_input_embeddings().weight
