@@ -35,10 +35,11 @@ def fuse(module: nn.Module) -> bool:
     has_norms = list(children) == list(_NORMS) and all(isinstance(norm, RMSNorm) for norm in children.values())
     if not all(isinstance(linear, nn.Linear) for linear in linears.values()) or (children and not has_norms):
         return False
-    if not isinstance(getattr(module, "head_dim", None), int) or not hasattr(module, "scaling"):
+    d = getattr(module, "head_dim", None)
+    if not isinstance(d, int) or not hasattr(module, "scaling"):
         return False
     # Without weights, which are not there yet: with small stand-ins in their places.
-    probe, width, d = copy.copy(module), 8, module.head_dim
+    probe, width = copy.copy(module), 8
     generator = torch.Generator().manual_seed(0)
 
     def stand_in(rows: int) -> nn.Linear:
@@ -93,9 +94,9 @@ def _attend(
     if hasattr(block, "q_norm"):
         q, k = block.q_norm(q), block.k_norm(k)
     q, k = _Rotate.apply(q, k, cos[:, : d // 2], sin[:, : d // 2])
-    heads = (y.transpose(0, 1) for y in (q, k, v))
+    q, k, v = (y.transpose(0, 1) for y in (q, k, v))
     window = getattr(block, "sliding_window", None)
-    return block.o_proj(attend_packed(*heads, packing, block.scaling, window).flatten(1))
+    return block.o_proj(attend_packed(q, k, v, packing, block.scaling, window).flatten(1))
 
 
 class _Rotate(torch.autograd.Function):
