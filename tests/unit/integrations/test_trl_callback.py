@@ -360,7 +360,7 @@ def test_a_trainer_that_samples_elsewhere_is_refused(tmp_path):
         run.train()
 
 
-@pytest.mark.parametrize("setting", ["use_vllm", "use_transformers_continuous_batching", "use_liger_kernel"])
+@pytest.mark.parametrize("setting", ["use_transformers_continuous_batching", "use_liger_kernel"])
 def test_settings_under_which_noise_would_touch_nothing_are_refused(setting):
     model = plain_model()
     with pytest.raises(ValueError, match=f"with {setting} .*turn it off"):

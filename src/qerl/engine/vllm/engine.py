@@ -38,6 +38,7 @@ from qerl.engine.budget import total_bytes
 from qerl.engine.kv_cache import token_bytes
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.vllm.adapters import Factors, adapter_factors
+from qerl.engine.vllm.norms import lost_warning
 from qerl.engine.vllm.worker import ADAPTER_ID, PolicyWorker
 from qerl.nn.structure import causal_lm, decoder_layers, head, max_positions
 from qerl.noise import NoiseDraw, noise_sites
@@ -45,7 +46,6 @@ from qerl.types import Completion, Request, SamplingParams
 
 _BLOCK = 128  # tokens: the largest block of keys and values that vLLM chooses by itself (on a CPU; 16 on a GPU)
 _USUAL_PROMPT: int = TaskConfig.model_fields["max_prompt_length"].default
-_LOST_WARNING = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +116,8 @@ class VLLMEngine:
         num_noised, lost = self._set(factors, 1.0, draw)
         if num_noised != sites:
             raise RuntimeError(f"dead noise: {num_noised} norms of vLLM's model took it, and the trainer has {sites}")
-        if lost > _LOST_WARNING and not self._warned:
-            logger.warning(
-                "noise of sigma %g is below what vLLM's norms can hold: rounding leaves %.0f %% of their numbers clean",
-                draw.sigma if draw is not None else 0.0,
-                100 * lost,
-            )
+        if draw is not None and not self._warned and (warning := lost_warning(draw.sigma, lost)):
+            logger.warning(warning)
             self._warned = True
         return report
 

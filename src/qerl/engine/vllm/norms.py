@@ -39,6 +39,15 @@ class Applied:
     """Share of their numbers that rounding left as they were."""
 
 
+def lost_warning(sigma: float, lost: float) -> str | None:
+    """What to tell where more than half of the noise is lost."""
+    if lost <= 0.5:
+        return None
+    return (
+        f"noise of sigma {sigma:g} is below what vLLM's norms hold: rounding leaves {lost:.0%} of their numbers clean"
+    )
+
+
 class NoisyNorms:
     """The noisy norms of a model of vLLM's, in the order of noise.py's sites."""
 

@@ -2,7 +2,8 @@
 
 | module | what it is |
 |---|---|
-| `callback.py` | AQNCallback: the noise, where completions come from transformers' generate |
+| `callback.py` | AQNCallback: the noise, where completions come from transformers' generate, or from vLLM |
+| `vllm.py` | how it reaches vLLM's norms: in the process, or behind a server |
 | `rollout.py` | EngineRollout: completions, with their log-probabilities, from qerl's engine; the noise is its own |
 """
 

@@ -1,27 +1,29 @@
 """Adaptive quantization noise for TRL's trainers: one callback, nothing patched in TRL.
 
     GRPOTrainer(model=..., reward_funcs=..., callbacks=[AQNCallback(sigma_start=1e-2, sigma_end=5e-4)], ...)
+    trainer.add_callback(AQNCallback(sigma_start=1e-2, sigma_end=5e-4, trainer=trainer))       with use_vllm
 
-    on_train_begin   find the norms, or say why there are none; wrap this model object's `generate`
+    on_train_begin   find the norms, or say why there are none; wrap this model's, or vLLM's, `generate`
     on_step_begin    sigma of the optimizer step                                            noise.py: NoiseSchedule
     generate         in the norms' places stand (w + Z) * x / rms(x); afterwards the norms stand there again
+                     vLLM's own norms hold w + Z, rounded to their dtype; afterwards w again         vllm.py
     on_step_end      no noise until the next step: evaluation and other callbacks sample clean
     on_log           noise/sigma, noise/vectors and noise/relative among the logs
     on_train_end     `generate` is the model's own again
 
-The norms (SITE_NAMES of noise.py, PEFT-wrapped model or not) are never written: stand-ins hold an fp32 copy of w, and
-Z is a function of (seed, step, site, stream), so that a resumed run goes on with the same noise. Where AWQ has divided
-w by s, by the folder that the model was loaded from, Z is as well. Scoring, training and whatever reads parameters
-(`merge_adapter`, checkpoints) run between generations and meet the clean modules.
+The model's norms (SITE_NAMES of noise.py, PEFT-wrapped model or not) are never written: stand-ins hold an fp32 copy of
+w, and Z is a function of (seed, step, site, stream), so that a resumed run goes on with the same noise. Where AWQ has
+divided w by s, by the folder that the model was loaded from, Z is as well. Scoring, training and whatever reads
+parameters (`merge_adapter`, checkpoints, the weights for vLLM) run between generations and meet the clean modules.
 
 A step here is an optimizer step. TRL may generate less often (`num_iterations`, `steps_per_generation`): a rollout has
 the sigma of the step that begins with it; or several times in one step: the n-th generation draws from stream n. Noise
 is drawn once a generation, which is `per = "rollout"`; processes that sample different data draw different noise.
 
 TRL has no log-probabilities of what transformers sampled, so its loss takes the noisy completions for the clean
-policy's own: there is no importance correction (rollout.py has it). Left out, and refused: rollouts that do not go
-through `model.generate` (vLLM, continuous batching, a rollout function), Liger's norms. Source: QeRL, arXiv 2510.11696,
-section 3.3.
+policy's own: there is no importance correction (with vLLM there is TRL's; rollout.py has it, too). Left out, and
+refused: completions that come from elsewhere (continuous batching, a rollout function), Liger's norms. Source: QeRL,
+arXiv 2510.11696, section 3.3.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from qerl import philox
 from qerl.config import validate
+from qerl.engine.vllm.norms import lost_warning
 from qerl.formats.folding import Fold, read_folds
+from qerl.integrations.trl.vllm import Sampler, find_sampler
 from qerl.nn.load import rms_norm_eps
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
@@ -60,7 +64,6 @@ TRL_VERSIONS = ">=1.0,!=1.15.0,<1.17"
 
 # Settings of a trainer under which completions or norms are not transformers' own, and what is then the case.
 _REFUSED = {
-    "use_vllm": "vLLM has copies of the norms that the noise would not reach",
     "use_transformers_continuous_batching": "completions do not come from model.generate",
     "use_liger_kernel": "the norms are Liger's kernels",
 }
@@ -83,6 +86,7 @@ class AQNCallback(TrainerCallback):
     sigma_start, sigma_end: sigma of stage 1 and of the last stage; num_stages: equal intervals of the run's optimizer
     steps, the first of which has no noise; schedule, paper_exponent: see docs/noise.md. ValueError for settings that
     do not fit together; when training begins, for a model without such norms, or a trainer that samples elsewhere.
+    trainer: needed where it has `use_vllm`, since a callback is told of the model alone.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class AQNCallback(TrainerCallback):
         *,
         schedule: str = "exponential",
         paper_exponent: bool = False,
+        trainer: Any = None,
     ) -> None:
         settings = {
             "sigma_start": sigma_start,
@@ -104,8 +109,12 @@ class AQNCallback(TrainerCallback):
         self.config = validate({"noise": settings}).noise
         self.metrics: dict[str, float] = {}
         """Of the last rollout, by the names of qerl/metrics.py."""
+        self._trainer = trainer
+        self._sampler: Sampler | None = None  # where it is not the model
         self._model: PreTrainedModel | None = None
+        self._owner: Any = None  # of the `generate` that is wrapped
         self._generate_before: Callable[..., Any] | None = None  # of the object; its class has the usual one
+        self._told_lost = False
         self._places: list[NormPlace] = []
         self._controller: NoiseController | None = None
         self._seed = 0
@@ -127,11 +136,17 @@ class AQNCallback(TrainerCallback):
         _check_version()
         self._places = find_norms(kwargs["model"])
         self._controller = build_controller(self.config, state.max_steps)
-        self._seed = philox.fold(args.seed, args.process_index)
         self._generations = self._steps = 0
-        self._model = causal_lm(kwargs["model"])
-        self._generate_before = vars(self._model).get("generate")
-        vars(self._model)["generate"] = self._wrapped(self._model.generate)
+        self._model, group = causal_lm(kwargs["model"]), args.process_index
+        if not getattr(args, "use_vllm", False):
+            self._owner = self._model
+        elif (sampler := self._find_sampler()) is not None:
+            self._sampler, self._owner, group = sampler, sampler.owner, sampler.group
+        else:  # another process samples
+            return
+        self._seed = philox.fold(args.seed, group)
+        self._generate_before = vars(self._owner).get("generate")
+        vars(self._owner)["generate"] = self._wrapped(self._owner.generate)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,10 +161,11 @@ class AQNCallback(TrainerCallback):
         self._draw = None
         self._steps += 1
         micro_steps_of_rollout = getattr(args, "steps_per_generation", 1) * getattr(args, "num_iterations", 1)
-        if self._generations == 0 and self._steps * args.gradient_accumulation_steps >= micro_steps_of_rollout:
+        sampled = self._owner is None or self._generations > 0
+        if not sampled and self._steps * args.gradient_accumulation_steps >= micro_steps_of_rollout:
             raise ValueError(
                 "AQNCallback: the first rollout came without model.generate (from a rollout function?), so there was "
-                "no noise and would never be: take the callback out, or sample with transformers"
+                "no noise and would never be: take the callback out, or sample with transformers or vLLM"
             )
 
     def on_log(
@@ -173,11 +189,11 @@ class AQNCallback(TrainerCallback):
 
     def remove(self) -> None:
         """Give the model its own `generate` back. A run that ends calls it; after one that was interrupted, you may."""
-        if self._model is not None and self._generate_before is None:
-            del vars(self._model)["generate"]
-        elif self._model is not None:
-            vars(self._model)["generate"] = self._generate_before
-        self._model, self._draw = None, None
+        if self._owner is not None and self._generate_before is None:
+            del vars(self._owner)["generate"]
+        elif self._owner is not None:
+            vars(self._owner)["generate"] = self._generate_before
+        self._model = self._owner = self._sampler = self._draw = None
 
     # ------------------------------------------------------------------ the noise
 
@@ -202,10 +218,39 @@ class AQNCallback(TrainerCallback):
         if draw.sigma == 0:
             yield
             return
-        with stand_ins(self._places), applied(model, draw, (stream,)):
-            self.metrics["noise/vectors"] = len(self._places)
+        self.metrics["noise/vectors"] = len(self._places)
+        with stand_ins(self._places):
             self.metrics["noise/relative"] = relative_noise(model, draw, stream)
+            if self._sampler is None:
+                with applied(model, draw, (stream,)):
+                    yield
+                return
+        with self._noise_in_vllm(self._sampler, draw, stream):
             yield
+
+    @contextmanager
+    def _noise_in_vllm(self, sampler: Sampler, draw: NoiseDraw, stream: int) -> Generator[None]:
+        try:
+            noise = sampler.add_noise(draw, stream)
+            if noise["vectors"] != len(self._places):
+                raise RuntimeError(
+                    f"AQNCallback: {noise['vectors']:.0f} norms of vLLM's model took noise, and the trainer's has "
+                    f"{len(self._places)}"
+                )
+            if not self._told_lost and (warning := lost_warning(draw.sigma, noise["lost"])):
+                self._told_lost = True
+                logger.warning("AQNCallback: %s", warning)
+            yield
+        finally:
+            sampler.remove_noise()
+
+    def _find_sampler(self) -> Sampler | None:
+        if self._trainer is None:
+            raise ValueError(
+                "AQNCallback with use_vllm: the noise goes onto vLLM's norms, and the way there is the trainer's: "
+                "trainer.add_callback(AQNCallback(..., trainer=trainer))"
+            )
+        return find_sampler(self._trainer)
 
 
 def find_norms(model: nn.Module) -> list[NormPlace]:

@@ -59,6 +59,8 @@ class EngineRollout:
         if theirs := sorted(_THE_TRAINERS & set(rollout or {})):
             raise ValueError(f"EngineRollout: {', '.join(theirs)} is the trainer's: set it in GRPOConfig")
         config = validate({"noise": dict(noise or {}), "rollout": dict(rollout or {})})
+        if config.rollout.engine == "vllm":
+            raise ValueError("EngineRollout: TRL has vLLM itself: use_vllm=True, and AQNCallback(trainer=trainer)")
         if config.noise.controller != "schedule" or config.noise.same_noise_in_training:
             raise ValueError(
                 "EngineRollout: TRL trains without noise and measures nothing for a controller: leave out "
