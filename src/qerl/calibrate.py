@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from qerl.config import ModelConfig
 from qerl.formats.awq import Choice, Inputs, choose_factors, exact_in_norm, untied
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import MXFP4, NVFP4
+from qerl.formats.codes import NVFP4, Swept
 from qerl.formats.folding import Calibration, Fold
 from qerl.formats.writing import packed_groups, quantize_checkpoint
 from qerl.inspection.text import windows_for
@@ -88,7 +88,7 @@ def calibrated_quantize(
     target: Path | str,
     text: Path,
     *,
-    format: NVFP4 | MXFP4 = _DEFAULT,
+    format: Swept = _DEFAULT,
     awq: bool = True,
     weighted: bool = True,
     keep: Sequence[str] = (),
@@ -146,7 +146,7 @@ def calibrate(
     source: Path | str,
     text: Path,
     *,
-    format: NVFP4 | MXFP4 = _DEFAULT,
+    format: Swept = _DEFAULT,
     awq: bool = True,
     weighted: bool = True,
     keep: Sequence[str] = (),
@@ -205,9 +205,7 @@ def _enter(calibration: Calibration, folds: Mapping[str, Fold], inputs: Mapping[
 class _Chooser:
     """Chooses the factors of one layer's inputs."""
 
-    def __init__(
-        self, base: Base, prefix: str, inputs: Mapping[str, Inputs], format: NVFP4 | MXFP4, weighted: bool
-    ) -> None:
+    def __init__(self, base: Base, prefix: str, inputs: Mapping[str, Inputs], format: Swept, weighted: bool) -> None:
         self.base, self.prefix, self.inputs, self.format, self.weighted = base, prefix, inputs, format, weighted
 
     def folds(self, report: list[Site]) -> dict[str, Fold]:

@@ -156,7 +156,7 @@ def quantize(
         raise ValueError(f"--calibrate is of no use with --no-awq and --scale {scale}: take one of them out")
     from qerl.calibrate import calibrated_quantize
     from qerl.evaluate.show import show_progress
-    from qerl.formats.codes import BF16, MXFP4, NVFP4
+    from qerl.formats.codes import BF16, Swept
     from qerl.formats.writing import quantize_checkpoint
     from qerl.nn.load import base_format, resolve_device
 
@@ -170,8 +170,8 @@ def quantize(
             source, target, **options, device=resolve_device(device), progress=ByteProgress(sys.stderr)
         )
     else:
-        if not isinstance(chosen, NVFP4 | MXFP4):
-            raise ValueError(f"--calibrate is for nvfp4 and mxfp4: leave it out with {format}")
+        if not isinstance(chosen, Swept):
+            raise ValueError(f"{format} has no choice of scales to calibrate: leave --calibrate out")
         with show_progress("calibration, layers") as progress:
             report = calibrated_quantize(
                 source,

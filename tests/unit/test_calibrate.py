@@ -21,10 +21,10 @@ from qerl.cli import app
 from qerl.config import LoraConfig, ModelConfig, RunConfig
 from qerl.engine.norms import NormBuffers
 from qerl.export import export
-from qerl.formats import mxfp4, nvfp4
+from qerl.formats import int4, mxfp4, nvfp4
 from qerl.formats.awq import exact_in_norm, untied
 from qerl.formats.checkpoint import Checkpoint
-from qerl.formats.codes import format_named
+from qerl.formats.codes import dequantize, format_named
 from qerl.formats.folding import CALIBRATION_FILE, Calibration, Fold, Folded, read_calibration, write_calibration
 from qerl.formats.writing import quantize_checkpoint, write_dense
 from qerl.inspection.text import compare_text
@@ -179,7 +179,7 @@ def test_an_adapter_is_exported_for_the_model_before(bf16, folded, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- factors
 
 
-@pytest.mark.parametrize(("family", "format"), [("qwen2", "nvfp4"), ("qwen3", "mxfp4")])
+@pytest.mark.parametrize(("family", "format"), [("qwen2", "nvfp4"), ("qwen3", "mxfp4"), ("qwen2", "int4")])
 def test_awq_brings_the_model_nearer(bf16, text, tmp_path, family, format):
     """On text that it was not calibrated on, and with no tensor at run time that was not there before."""
     other = tmp_path / "other.txt"
@@ -187,9 +187,9 @@ def test_awq_brings_the_model_nearer(bf16, text, tmp_path, family, format):
     kl = {}
     for kind in ("sweep", "awq"):
         if kind == "sweep":
-            quantize_checkpoint(bf16[family], tmp_path / kind, format=format_named(format))
+            quantize_checkpoint(bf16[family], tmp_path / kind, format=format_named(format, group_size=32, symmetric=True))
         else:
-            options = {"format": format_named(format), "length": 64, "max_windows": 16, "device": "cpu"}
+            options = {"format": format_named(format, group_size=32, symmetric=True), "length": 64, "max_windows": 16, "device": "cpu"}
             report = calibrated_quantize(bf16[family], tmp_path / kind, text, **options)
             assert report["calibration_tokens"] == 1024 and report["awq_inputs"].endswith(" of 8 scaled")
         pair = open_pair(ModelConfig(path=str(tmp_path / kind), format=format, device="cpu"), bf16[family])
@@ -256,11 +256,10 @@ def test_a_folder_of_fused_products_loads_as_it_was_written(bf16, tmp_path):
     assert torch.equal(hidden(loaded(tmp_path / "packed", "nvfp4")), hidden(loaded(bf16["phi3"], "nvfp4")))
 
 
-@pytest.mark.parametrize("quantize", [nvfp4.quantize, mxfp4.quantize])
+@pytest.mark.parametrize("quantize", [nvfp4.quantize, mxfp4.quantize, int4.quantize])
 def test_importance_weighs_the_columns(quantize):
     torch.manual_seed(0)
     weight, importance = torch.randn(64, 128), torch.exp(2 * torch.randn(128))
-    dequantize = nvfp4.dequantize if quantize is nvfp4.quantize else mxfp4.dequantize
 
     def error(weights: torch.Tensor | None, measure: torch.Tensor) -> float:
         codes = quantize(weight, scale="sweep", importance=weights)

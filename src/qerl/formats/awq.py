@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from qerl.formats.codes import MXFP4, NVFP4, dequantize
+from qerl.formats.codes import Swept, dequantize
 
 ALPHAS = tuple(i / 10 for i in range(11))
 
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 def choose_factors(
     weights: Sequence[Float[Tensor, "_ k"]],
     inputs: Inputs,
-    format: NVFP4 | MXFP4,
+    format: Swept,
     *,
     weighted: bool,
     tie: int = 1,

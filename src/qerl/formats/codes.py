@@ -181,10 +181,22 @@ class INT4(Format):
         return k % self.group == 0
 
     def quantize(
-        self, weight: Float[Tensor, "n k"], *, shared: Float32[Tensor, " 1"] | None = None, name: str = "weight"
+        self,
+        weight: Float[Tensor, "n k"],
+        *,
+        shared: Float32[Tensor, " 1"] | None = None,
+        importance: Float32[Tensor, " k"] | None = None,
+        name: str = "weight",
     ) -> INT4Tensor:
-        """See `Format`."""
-        return int4.quantize(weight, group=self.group, symmetric=self.symmetric, scale=self.scale, name=name)
+        """See `Format`; `importance` weighs the columns' errors in a sweep."""
+        return int4.quantize(
+            weight,
+            group=self.group,
+            symmetric=self.symmetric,
+            scale=self.scale,
+            importance=importance,
+            name=name,
+        )
 
 
 @dataclass(frozen=True)
@@ -209,6 +221,9 @@ class BF16(Format):
         nvfp4.finite_amax([weight], [name])
         return weight.to(torch.bfloat16)
 
+
+Swept = NVFP4 | MXFP4 | INT4
+"""Those with a choice of scales, which the importance of columns can weigh: what a calibration is for."""
 
 FourBits = NVFP4 | MXFP4 | NF4 | INT4
 """What `qerl quantize` writes."""

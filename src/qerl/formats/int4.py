@@ -10,7 +10,8 @@ A weight matrix [N, K] is cut along K into groups of 32, 64 or 128 values. A wei
     bits a weight (group 128)     asymmetric 4 + (16 + 8) / 128 = 4.19        symmetric 4 + 16 / 128 = 4.13
 
 `quantize` rounds w / scale + zero_point to the nearest code, a tie to the even one. `sweep` tries smaller and larger
-scales, which clip the outermost values or leave room beyond them, and keeps that of the least squared error.
+scales, which clip the outermost values or leave room beyond them, and keeps that of the least squared error; with
+`importance`, each column's squared error is weighted by it.
 
 Contract: K is a multiple of the group; results are equal on every device; an all-zero group gives exact zeros. The
 rules are those of compressed-tensors' group strategy (whose codes count from -8); all is computed in float32, and the
@@ -59,9 +60,10 @@ def quantize(
     group: int = 128,
     symmetric: bool = False,
     scale: Literal["sweep", "amax"] = "sweep",
+    importance: Float32[Tensor, " k"] | None = None,
     name: str = "weight",
 ) -> INT4Tensor:
-    """Round a matrix of bf16, fp16 or fp32 weights to INT4.
+    """Round a matrix of bf16, fp16 or fp32 weights to INT4; `importance` weighs the columns' errors in the sweep.
 
     ValueError, with `name` in it: an unknown group size, K no multiple of it, NaN or infinity among the weights.
     """
@@ -80,7 +82,7 @@ def quantize(
         low, step = _range(groups, symmetric)
         best = _rounded(groups, low, step, symmetric)
         if scale == "sweep":
-            best = _best(groups, low, step, symmetric, best)
+            best = _best(groups, low, step, symmetric, best, importance)
         packed[piece : piece + rows] = pack_nibbles(best.codes.to(torch.uint8).flatten(1))
         scales[piece : piece + rows] = best.scale
         if zeros is not None:
@@ -143,12 +145,13 @@ def _best(
     step: Float32[Tensor, "n g"],
     symmetric: bool,
     start: _Rounded,
+    importance: Float32[Tensor, " k"] | None,
 ) -> _Rounded:
     """Of `start` and of scales around its own, the one with the least squared error; `start` where none is better."""
-    best, least = start, _squared_error(groups, start)
+    best, least = start, _squared_error(groups, start, importance)
     for factor in _SWEEP:
         candidate = _rounded(groups, low * factor, step * factor, symmetric)
-        error = _squared_error(groups, candidate)
+        error = _squared_error(groups, candidate, importance)
         better = error < least
         least = torch.where(better, error, least)
         best = _Rounded(
@@ -159,9 +162,14 @@ def _best(
     return best
 
 
-def _squared_error(groups: Float32[Tensor, "n g group"], rounded: _Rounded) -> Float32[Tensor, "n g"]:
+def _squared_error(
+    groups: Float32[Tensor, "n g group"], rounded: _Rounded, importance: Float32[Tensor, " k"] | None
+) -> Float32[Tensor, "n g"]:
     values = (rounded.codes - rounded.zero.unsqueeze(2)) * rounded.scale.float().unsqueeze(2)
-    return sum_by_halves((values - groups).square_())
+    error = (values - groups).square_()
+    if importance is not None:
+        error *= importance.view(error.shape[1:])
+    return sum_by_halves(error)
 
 
 @cache

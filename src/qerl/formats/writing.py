@@ -39,7 +39,7 @@ from torch import Tensor
 
 from qerl.formats.checkpoint import COMPRESSED_TENSORS, FUSED_GROUPS, INDEX, MODELOPT_CONFIG, Checkpoint, DenseSource
 from qerl.formats.coded_files import int4_as_stored, nf4_as_stored
-from qerl.formats.codes import INT4, MXFP4, NF4, NVFP4, Codes, FourBits
+from qerl.formats.codes import INT4, MXFP4, NF4, NVFP4, Codes, FourBits, Swept
 from qerl.formats.folding import (
     CALIBRATION_FILE,
     RECORD,
@@ -88,7 +88,7 @@ def quantize_checkpoint(
 
     What an equal call left behind when it was cut off is not done again, calibration included; `made_with` tells calls
     apart, and goes into RECORD. ValueError: what `Checkpoint`, `staged` and `write_quantized` refuse, a packed source,
-    a calibration for formats that AWQ is not for.
+    a calibration for NF4, which has no choice of scales.
     """
     source, target = Path(source), Path(target)
     checkpoint = Checkpoint(source)
@@ -98,8 +98,8 @@ def quantize_checkpoint(
         raise ValueError(
             f"{source} has AWQ's factors in it already: calibrate the model before, or leave out --calibrate"
         )
-    if calibrate is not None and not isinstance(format, NVFP4 | MXFP4):
-        raise ValueError(f"a calibration is for nvfp4 and mxfp4: leave --calibrate out with {format.name}")
+    if calibrate is not None and not isinstance(format, Swept):
+        raise ValueError(f"{format.name} has no choice of scales to calibrate: leave --calibrate out")
     options: dict[str, Any] = {"source": str(source.absolute()), "format": format.name, **asdict(format)}
     options |= {"keep": list(keep), **(made_with or {})}
     key = {**options, "files": {shard: _stamp(source / shard) for shard in checkpoint.shards}}
@@ -227,7 +227,7 @@ def write_quantized(
             shared = format.share(weights, names)
             for member, weight, full_name in zip(groups[module], weights, names, strict=True):
                 importance = calibration.importance.get(member) if calibration is not None else None
-                if importance is not None and isinstance(format, NVFP4 | MXFP4):
+                if importance is not None and isinstance(format, Swept):
                     codes = format.quantize(weight, shared=shared, importance=importance.to(device), name=full_name)
                 else:
                     codes = format.quantize(weight, shared=shared, name=full_name)

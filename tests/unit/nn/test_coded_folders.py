@@ -261,5 +261,5 @@ def test_rows_that_eight_does_not_divide():
 
 
 def test_a_calibration_is_refused(bf16, tmp_path):
-    with pytest.raises(ValueError, match="a calibration is for nvfp4 and mxfp4: leave --calibrate out with int4"):
-        quantize_checkpoint(bf16, tmp_path / "out", format=INT4(), calibrate=lambda: None)
+    with pytest.raises(ValueError, match="nf4 has no choice of scales to calibrate: leave --calibrate out"):
+        quantize_checkpoint(bf16, tmp_path / "out", format=NF4(), calibrate=lambda: None)
