@@ -184,12 +184,12 @@ def test_awq_brings_the_model_nearer(bf16, text, tmp_path, family, format):
     """On text that it was not calibrated on, and with no tensor at run time that was not there before."""
     other = tmp_path / "other.txt"
     other.write_text(TEXT[::-1])
-    kl = {}
+    chosen, kl = format_named(format, group_size=32, symmetric=True), {}
     for kind in ("sweep", "awq"):
         if kind == "sweep":
-            quantize_checkpoint(bf16[family], tmp_path / kind, format=format_named(format, group_size=32, symmetric=True))
+            quantize_checkpoint(bf16[family], tmp_path / kind, format=chosen)
         else:
-            options = {"format": format_named(format, group_size=32, symmetric=True), "length": 64, "max_windows": 16, "device": "cpu"}
+            options = {"format": chosen, "length": 64, "max_windows": 16, "device": "cpu"}
             report = calibrated_quantize(bf16[family], tmp_path / kind, text, **options)
             assert report["calibration_tokens"] == 1024 and report["awq_inputs"].endswith(" of 8 scaled")
         pair = open_pair(ModelConfig(path=str(tmp_path / kind), format=format, device="cpu"), bf16[family])

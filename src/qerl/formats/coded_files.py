@@ -110,7 +110,8 @@ def int4_as_stored(codes: INT4Tensor) -> dict[str, Tensor]:
     }
     if codes.zero_point is not None:
         by_group = torch.nn.functional.pad(codes.zero_point.t(), (0, -n % 8))  # eight rows an int
-        parts["weight_zero_point"] = pack_nibbles(by_group).contiguous().view(torch.int32).t().contiguous()
+        ints = pack_nibbles(by_group).flatten().view(torch.int32)
+        parts["weight_zero_point"] = ints.view(len(by_group), -1).t().contiguous()
     return {name: part.cpu() for name, part in parts.items()}
 
 

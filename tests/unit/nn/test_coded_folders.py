@@ -252,11 +252,13 @@ def test_what_we_write_loads_here_and_there(bf16, tmp_path, format):
             assert (logits - plain(IDS).logits.float()).norm() < 0.02 * logits.norm()
 
 
-def test_rows_that_eight_does_not_divide():
-    """Eight zero points share an integer."""
-    t = int4.quantize(torch.randn(13, 64), group=32)
+@pytest.mark.parametrize(
+    ("n", "k", "group", "ints"), [(13, 64, 32, (2, 2)), (16, 128, 128, (2, 1)), (8, 96, 32, (1, 3))]
+)
+def test_eight_zero_points_share_an_integer(n, k, group, ints):
+    t = int4.quantize(torch.randn(n, k), group=group)
     parts = int4_as_stored(t)
-    assert parts["weight_zero_point"].shape == (2, 2)
+    assert parts["weight_zero_point"].shape == ints
     assert all(torch.equal(a, b) for a, b in zip(int4_from_stored(parts, "m"), t, strict=True))
 
 
