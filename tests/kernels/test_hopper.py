@@ -149,7 +149,7 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._prepare_threads(0)
+    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._PREPARE_THREADS
     prepare.launch((8, 1, 1), threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8))
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):

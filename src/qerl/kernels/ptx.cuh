@@ -98,6 +98,32 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(RUNNING) : "memory");
 }
 
+// --- Barriers in shared memory, by address ---
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Arrives when all that this thread has started to copy (copy_async) is there.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+#if __CUDA_ARCH__ >= 900
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
+        "again: mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
+        "@!done bra again;\n"
+        "}" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+
 // Programmatic dependent launch, where there is such a thing: all before this line overlaps with the previous kernel of
 // the stream.
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -7,7 +7,7 @@
 //
 //   shared memory starts as NaN, and ends so with its block
 //   one warp goes on only when no other can (block i: warp i)
-//   copies arrive late: those of cp.async when they are waited for; bulk copies when nobody can go on without, the last
+//   copies arrive late: those of cp.async when they are waited for, or nobody can go on without; bulk copies when nobody can go on without, the last
 //   one first (odd blocks), or else at once (even blocks)
 //   wgmma reads its operands, registers too, and writes its result when it is waited for
 //
@@ -158,12 +158,39 @@ inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }
 inline uint32_t shared_address(const void* at) { return static_cast<const uint8_t*>(at) - __start_block_memory; }
 inline void copy_async(uint32_t to, const void* from, bool valid) { self().copies.back().push_back({to, from, valid}); }
 inline void commit_copies() { self().copies.emplace_back(); }
+inline void deliver(const std::vector<Copy>& copies) {
+    for (const Copy& c : copies)
+        c.valid ? memcpy(__start_block_memory + c.to, c.from, 16) : memset(__start_block_memory + c.to, 0, 16);
+}
 template <int RUNNING>
 void wait_for_copies() {
     auto& groups = self().copies;
-    for (; int(groups.size()) - 1 > RUNNING; groups.erase(groups.begin()))
-        for (const Copy& c : groups.front())
-            c.valid ? memcpy(__start_block_memory + c.to, c.from, 16) : memset(__start_block_memory + c.to, 0, 16);
+    for (; int(groups.size()) - 1 > RUNNING; groups.erase(groups.begin())) deliver(groups.front());
+}
+struct Barrier {
+    uint16_t phase : 1, arrivals : 15;
+    int16_t missing;
+    int32_t bytes;
+
+    void settle() {
+        moved = true;
+        if (missing == 0 && bytes == 0) phase ^= 1, missing = arrivals;
+    }
+};
+static_assert(sizeof(Barrier) == 8, "an mbarrier object");
+inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(__start_block_memory + address); }
+inline void barrier_init(uint32_t barrier, int arrivals) {
+    barrier_at(barrier) = {0, uint16_t(arrivals), int16_t(arrivals), 0};
+}
+inline void barrier_wait(uint32_t barrier, int phase) {
+    while (barrier_at(barrier).phase == phase) give_way();
+}
+inline void arrive_after_copies(uint32_t barrier) {
+    block->late.push_back([=, copies = std::exchange(self().copies.back(), {})] {
+        deliver(copies);
+        Barrier& b = barrier_at(barrier);
+        --b.missing, b.settle();
+    });
 }
 inline void wait_for_previous_kernel() {}
 inline void start_next_kernel() {}
@@ -241,7 +268,8 @@ bool run_cluster(int first, int blocks, int threads, void (*enter)()) {
     return std::all_of(cluster.begin(), cluster.end(), is_done);
 }
 
-// 0; 1 after a deadlock; 2 where the next kernel may start before it finds what was published for it. `args`: the address of each argument, as for cuLaunchKernel.
+// 0; 1 after a deadlock; 2 where the next kernel may start before it finds what was published for it. `args`: the address
+// of each argument, as for cuLaunchKernel.
 template <typename... Args>
 int run(void (*kernel)(Args...), int blocks, int threads, int cluster_size, bool backwards, void** args) {
     using L = Launch<Args...>;
@@ -253,7 +281,7 @@ int run(void (*kernel)(Args...), int blocks, int threads, int cluster_size, bool
 }
 
 #define RUN(name)                                                                                              \
-    extern "C" int run_##name(int blocks, int threads, int cluster_size, bool backwards, void** args) {        \
-        return run(name, blocks, threads, cluster_size, backwards, args);                                      \
+    extern "C" int run_##name(int blocks, int threads, int cluster_size, bool backwards, void** args) { \
+        return run(name, blocks, threads, cluster_size, backwards, args);                              \
     }
 EXPORTS

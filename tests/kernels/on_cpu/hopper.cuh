@@ -15,21 +15,6 @@ uint8_t* in_block(uint32_t address, int which) {
     return (&cluster[which] == block ? __start_block_memory : cluster[which].memory.data()) + address;
 }
 
-struct Barrier {
-    uint8_t phase, arrivals;
-    int16_t missing;
-    int32_t bytes;
-
-    void settle() {
-        moved = true;
-        if (missing == 0 && bytes == 0) phase ^= 1, missing = arrivals;
-    }
-};
-static_assert(sizeof(Barrier) == 8, "an mbarrier object");
-inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(__start_block_memory + address); }
-inline void barrier_init(uint32_t barrier, int arrivals) {
-    barrier_at(barrier) = {0, uint8_t(arrivals), int16_t(arrivals), 0};
-}
 inline void barrier_init_fence() {}
 inline void barrier_expect(uint32_t barrier, int bytes) {
     Barrier& b = barrier_at(barrier);
@@ -40,9 +25,6 @@ inline void barrier_arrive_at(uint32_t barrier, int which) {
     --b.missing, b.settle();
 }
 inline void barrier_arrive(uint32_t barrier) { barrier_arrive_at(barrier, block - cluster.data()); }
-inline void barrier_wait(uint32_t barrier, int phase) {
-    while (barrier_at(barrier).phase == phase) give_way();
-}
 inline void barrier_wait_cluster(uint32_t barrier, int phase) { barrier_wait(barrier, phase); }
 
 inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {

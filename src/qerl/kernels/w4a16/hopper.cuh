@@ -16,11 +16,7 @@ __device__ __forceinline__ void publish_for_copies() {
 
 __device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// --- Barriers in shared memory, and the copies that complete on them -------------------------------------------------
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
+// --- More of barriers in shared memory, and the copies that complete on them -------------------------------------------------
 
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -33,17 +29,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 // Arrives, and makes the phase wait for so many bytes of copies.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(barrier),
-        "r"(phase)
-        : "memory");
 }
 
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {

@@ -30,7 +30,8 @@ _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's align
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
-_PREPARE_REGISTERS = 4096  # of a block without an adapter: 128 threads of 32
+_PREPARE_THREADS = 128
+_PREPARE_REGISTERS = 32, 64  # of a thread: without an adapter, with one
 
 # A letter for each parameter, in the sources' order.
 _PRODUCT, _PREPARE = "PPPPPPPPPPiiiiiiiif", "PPPPPiiiiiii"
@@ -67,24 +68,31 @@ class Variant(NamedTuple):
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        # A block's warpgroups divide what it starts with, in eights.
-        first = (65536 - _PREPARE_REGISTERS) // (self.threads * self.blocks) // 8 * 8
-        pool = first * (self.warpgroups + 1)
-        registers = min(232, (pool - 40) // self.warpgroups // 8 * 8)
+        spare = [_PREPARE_THREADS * r for r in _PREPARE_REGISTERS]
+        first, registers, words = self._registers(spare[slices > 0])
+        if words == 1:
+            first, registers, words = self._registers(spare[0])
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
-            # Two buffers of four registers a word, where sums and all the rest leave so many.
-            "WORDS": 4 if self.tokens // 2 + 32 + 8 * 4 <= registers else 1,
+            "WORDS": words,
             "FIRST_REGISTERS": first,
             "REGISTERS": registers,
-            "PRODUCER_REGISTERS": pool - registers * self.warpgroups,
+            "PRODUCER_REGISTERS": first * (self.warpgroups + 1) - registers * self.warpgroups,
             "SLICES": slices,
             "E8M0": int(scale_format == "e8m0"),
         }
+
+    def _registers(self, spare: int) -> tuple[int, int, int]:
+        """Where so many are left over: of any thread at first, then of one that computes; words decoded at a time."""
+        # A block's warpgroups divide what it starts with, in eights.
+        first = (65536 - spare) // (self.threads * self.blocks) // 8 * 8
+        registers = min(232, (first * (self.warpgroups + 1) - 40) // self.warpgroups // 8 * 8)
+        # Two buffers of four registers a word, where sums and all the rest leave so many.
+        return first, registers, 4 if self.tokens // 2 + 32 + 8 * 4 <= registers else 1
 
 
 # Narrow: 128 rows a block, two blocks to a multiprocessor where shared memory allows it, so that one computes while the
@@ -152,7 +160,7 @@ def w4a16_hopper(
     a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
     chunks = plan.steps * _STEP_CHUNKS
     plan.prepare.launch(
-        (launch.prepare_blocks, 1, 1), _prepare_threads(plan.slices), 0,
+        (launch.prepare_blocks, 1, 1), _PREPARE_THREADS, 0,
         (
             x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
             launch.pieces,
@@ -180,7 +188,7 @@ def adapter_input(
     u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
     _prepare(tokens, rank // SLICE, x.device).launch(
         (_adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
-        _prepare_threads(rank // SLICE),
+        _PREPARE_THREADS,
         0,
         (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0),
         overlap=True,
@@ -191,10 +199,6 @@ def adapter_input(
 def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
     defines = {"TOKENS": tokens, "SLICES": slices, "E8M0": 0}
     return kernel(_FOLDER / "prepare.cu", "w4a16_prepare", defines, _PREPARE, device, cluster=_PREPARE_CLUSTER)
-
-
-def _prepare_threads(slices: int) -> int:
-    return 256 if slices else 128
 
 
 def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
@@ -221,7 +225,7 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * _prepare_threads(plan.slices) * _PREPARE_TURNS))
+        tile_blocks = -(-x_bytes // (16 * _PREPARE_THREADS * _PREPARE_TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
         tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)

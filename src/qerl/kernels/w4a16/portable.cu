@@ -19,28 +19,34 @@
 //
 // x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
 // the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
-// conflicts. Either (RESIDENT) all columns that the block's share needs are brought once, and the loop has no other
-// loads from memory than those of weights, and no barrier; or they pass through STAGES stages of CHUNKS chunks a warp.
-// Where x of up to 8 tokens is too long to stay, it comes from global memory to registers, a chunk ahead: slower, since a
-// lane then waits for x and, with it, for weights that it has only just asked for.
+// conflicts. Either (RESIDENT) all columns that the block's share needs are brought once, in pieces that have a barrier
+// each, a few ahead of their use: the loop has no other loads from memory than those of weights, and no block-wide
+// barrier. Or they pass through STAGES stages of CHUNKS chunks a warp. Where x of up to 8 tokens is too long to stay, it
+// comes from global memory to registers, a chunk ahead: slower, since a lane then waits for x and, with it, for weights
+// that it has only just asked for.
 //
 // Tokens from m on may be anything (here copies or zeros): a column of the sums depends on no other, none is stored.
 // Columns from k on have zero codes; for them x is zero, or that of other columns of the token: never foreign memory.
 //
 // Defines: TOKENS (8, 16, 32, 64), WARPS_M, WARPS_K, SLICES, DEPTH, CHUNKS, STAGES (1: RESIDENT, or registers), RESIDENT,
-// BLOCKS (to a multiprocessor), E8M0.
+// BLOCKS (to a multiprocessor), REGISTERS (of a thread; 0: all there are), E8M0.
 #include "decode.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_K, ADAPTER_THREADS = 256, TILES = TOKENS / 8;
 constexpr int FINISHERS = 32 * WARPS_M, BLOCK_ROWS = 16 * SLICES * WARPS_M;
 static_assert(TILE_ROWS % BLOCK_ROWS == 0, "a block's rows lie in one row of packed tiles");
 constexpr bool X_STAGED = TOKENS > 8 && !RESIDENT;
-constexpr int CHUNK_BYTES = TOKENS * 128, STAGE_BYTES = WARPS_K * CHUNKS * CHUNK_BYTES;
+constexpr int CHUNK_BYTES = TOKENS * 128, STEP_BYTES = WARPS_K * CHUNK_BYTES, STAGE_BYTES = CHUNKS * STEP_BYTES;
 static_assert(DEPTH % (X_STAGED ? CHUNKS : RESIDENT ? 1 : 2) == 0, "one turn of the weights' ring is whole turns of x's");
+
+// RESIDENT: a piece is the steps that a copy by each thread brings, or one step.
+constexpr int PIECE_STEPS = THREADS * 16 > STEP_BYTES ? THREADS * 16 / STEP_BYTES : 1;
+constexpr int MAX_PIECES = RESIDENT ? 128 : 1, PIECES_AHEAD = 3;
 
 using Sums = float[SLICES * TILES][4];
 
 extern __shared__ __align__(16) uint8_t shared[];
+__shared__ uint64_t piece_barriers[MAX_PIECES];
 __shared__ bool completes_tile;  // this block is the last of those that share it
 
 struct Chunk {  // a lane's codes and scales of 32 rows x 64 columns
@@ -153,8 +159,14 @@ __device__ __forceinline__ bool join_blocks(float (&sums)[N][4], int thread, boo
     return true;
 }
 
+#if REGISTERS
+#define BOUNDS __maxnreg__(REGISTERS)
+#else
+#define BOUNDS __launch_bounds__(THREADS, BLOCKS)
+#endif
+
 // Not restrict is what the previous kernel may still be writing: no load of it may move ahead of the wait for that one.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
+extern "C" __global__ void BOUNDS w4a16(
     const uint8_t* __restrict__ tiles,       // [tiles_n, ceil(k / 64), TILE_BYTES]
     const float* __restrict__ global_scale,  // [128 tiles_n]
     const int* __restrict__ table,           // [tiles_n, 3]: first column of y, valid rows, part
@@ -179,6 +191,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
     const int own_steps = min(steps, end_work - shares.first_of(blockIdx.x)), x_first = shares.first_of(blockIdx.x) % steps;
     uint8_t* const reduction = shared + (RESIDENT ? own_steps * WARPS_K * CHUNK_BYTES : 0);
 
+    // RESIDENT: asks for the next piece of x, in units of 16 bytes: 8 to a token's row of a chunk. Rows from m on stay as
+    // they are; all tokens are of one tile.
+    int asked_steps = 0, steps_there = 0;
+    auto ask_for_piece = [&] {
+        if (asked_steps >= own_steps) return;
+#pragma unroll
+        for (int i = 0; i < PIECE_STEPS * STEP_BYTES / 16 / THREADS; ++i) {
+            const int unit = threadIdx.x + i * THREADS, slot = asked_steps * WARPS_K + unit / (TOKENS * 8);
+            const int token = unit / 8 % TOKENS, step = x_first + slot / WARPS_K, wrapped = step < steps ? step : step - steps;
+            const int column = (wrapped * WARPS_K + slot % WARPS_K) * TILE_COLUMNS + unit % 8 * 8;
+            if (slot >= own_steps * WARPS_K || token >= m) continue;
+            const bool valid = column < k;
+            copy_async(x_shared + slot * CHUNK_BYTES + token * 128 + (unit % 8 ^ token % 2) * 16,
+                       valid ? x + token * k + column : x, valid);
+        }
+        arrive_after_copies(shared_address(piece_barriers + asked_steps / PIECE_STEPS));
+        asked_steps += PIECE_STEPS;
+    };
+
     bool is_first = true;
     for (int work = shares.first_of(blockIdx.x); work < end_work;) {
         const int tile = work / steps, first_step = work % steps, num_steps = min(steps - first_step, end_work - work);
@@ -199,24 +230,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         for (int d = 0; d < DEPTH; ++d)
             if (chunks_left > d * WARPS_K) ring[d] = load_chunk(codes + d * STRIDE, scales + d * STRIDE);
         if (is_first) {
-            if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
-            start_next_kernel();
             if constexpr (RESIDENT) {
-                // Units of 16 bytes: 8 to a token's row of a chunk. Rows from m on stay as they are.
-                const int units = own_steps * WARPS_K * TOKENS * 8;
-                for (int i = threadIdx.x; i < units; i += THREADS) {
-                    const int slot = i / (TOKENS * 8), token = i / 8 % TOKENS, unit = i % 8;
-                    const int step = x_first + slot / WARPS_K, wrapped = step < steps ? step : step - steps;
-                    const int at = (wrapped * WARPS_K + slot % WARPS_K) * TILE_COLUMNS + unit * 8;
-                    if (first_token + token >= m) continue;
-                    const bool valid = at < k;
-                    copy_async(x_shared + slot * CHUNK_BYTES + token * 128 + (unit ^ token % 2) * 16,
-                               valid ? x + static_cast<uint64_t>(first_token + token) * k + at : x, valid);
-                }
-                commit_copies();
-                wait_for_copies<0>();
+                for (int i = threadIdx.x; i * PIECE_STEPS < own_steps; i += THREADS)
+                    barrier_init(shared_address(piece_barriers + i), THREADS);
                 __syncthreads();
             }
+            if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
+            start_next_kernel();
+            if constexpr (RESIDENT)
+#pragma unroll 1
+                for (int i = 0; i < PIECES_AHEAD; ++i) ask_for_piece();
         }
         is_first = false;
 
@@ -260,6 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) w4a16(
         Sums sums = {};
         int stage = STAGES - 1;  // the one that was read last
         for (; steps_left > 0; steps_left -= DEPTH) {
+            if constexpr (RESIDENT)
+                for (const int end = min(x_slot + DEPTH, own_steps); steps_there < end; steps_there += PIECE_STEPS) {
+                    ask_for_piece();
+                    barrier_wait(shared_address(piece_barriers + steps_there / PIECE_STEPS), 0);
+                }
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
                 if (X_STAGED ? steps_left <= d : chunks_left <= d * WARPS_K) break;

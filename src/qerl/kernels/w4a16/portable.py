@@ -27,7 +27,7 @@ from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, shared_
 from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
-_ADAPTER_THREADS, _MAX_BLOCKS = 256, 1024  # as in portable.cu
+_ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
 _RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
 # A letter for each parameter, in portable.cu's order.
@@ -46,6 +46,7 @@ class Variant(NamedTuple):
     stages: int
     blocks: int
     resident: bool = False
+    registers: int = 0
 
     @property
     def rows(self) -> int:
@@ -64,6 +65,11 @@ class Variant(NamedTuple):
             return steps * self.warps_k * chunk + sums
         return max(self.stages * self.chunks * self.warps_k * chunk if self.tokens > 8 else 0, sums)
 
+    @property
+    def piece_steps(self) -> int:
+        """Steps of x that have a barrier of their own, where x stays."""
+        return max(1, self.threads * 16 // (self.warps_k * self.tokens * TILE_COLUMNS * 2))
+
     def defines(self, scale_format: ScaleFormat) -> dict[str, int]:
         """Of portable.cu."""
         return {name.upper(): int(value) for name, value in self._asdict().items()} | {
@@ -75,12 +81,14 @@ class Variant(NamedTuple):
 _LITTLE_WORK = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2)
 _MUCH_WORK = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
 _RESIDENT = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
+# With an adapter: what it leaves of the registers is for blocks of prepare.cu.
+_BESIDE_ADAPTER = _RESIDENT._replace(depth=3, registers=112)
 _MORE_TOKENS = (
     Variant(tokens=16, warps_m=4, warps_k=2, slices=2, depth=2, chunks=2, stages=3, blocks=2),
     Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
     Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
-VARIANTS = (_LITTLE_WORK, _MUCH_WORK, _RESIDENT, *_MORE_TOKENS)
+VARIANTS = (_LITTLE_WORK, _MUCH_WORK, _RESIDENT, _BESIDE_ADAPTER, *_MORE_TOKENS)
 
 
 class Shares(NamedTuple):
@@ -102,19 +110,19 @@ class Shares(NamedTuple):
         return min(self.steps, -(-self.tiles * self.steps // self.blocks))
 
 
-def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int) -> Variant:
+def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int, adapter: bool = False) -> Variant:
     """The variant for m tokens and a weight of so many rows and columns (as measured on an H200).
 
-    processors: multiprocessors, each with so many bytes of shared memory.
+    processors: multiprocessors, each with so many bytes of shared memory; adapter: whether there is one.
     """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
     if max(rows, columns) <= 8192:
         return _LITTLE_WORK
-    x = _RESIDENT.shared_bytes(Shares.of(_RESIDENT, m, rows, columns, processors).most)
-    # Until x is there nothing is multiplied: a long one of many tokens does not pay.
-    pays = m <= 4 or columns <= 8192
-    return _RESIDENT if pays and _RESIDENT.blocks * (x + _RESERVED) <= shared_memory else _MUCH_WORK
+    v = _BESIDE_ADAPTER if adapter else _RESIDENT
+    steps = Shares.of(v, m, rows, columns, processors).most
+    fits = v.blocks * (v.shared_bytes(steps) + _RESERVED) <= shared_memory and steps <= _MAX_PIECES * v.piece_steps
+    return v if fits else _MUCH_WORK
 
 
 def w4a16_portable(
@@ -128,7 +136,9 @@ def w4a16_portable(
     m, k = x.shape
     if m == 0:
         return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
-    plan = weight.plans.get(("portable", m, variant)) or _make_plan(weight, m, variant, x.device)
+    has_adapter = adapter is not None
+    key = "portable", m, has_adapter, variant
+    plan = weight.plans.get(key) or _make_plan(weight, m, has_adapter, variant, x.device)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
     partial = counters = u = b = parts = rank = 0
@@ -150,7 +160,7 @@ def w4a16_portable(
 
 
 class _Plan(NamedTuple):
-    """What a weight and a number of tokens fix."""
+    """What a weight, a number of tokens and whether there is an adapter fix."""
 
     variant: Variant
     kernel: Kernel
@@ -167,10 +177,10 @@ class _Plan(NamedTuple):
     overlap: bool
 
 
-def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torch.device) -> _Plan:
+def _make_plan(weight: PackedWeight, m: int, adapter: bool, asked: Variant | None, device: torch.device) -> _Plan:
     rows, k = weight.padded_shape[0], weight.columns
     processors = multiprocessors(device)
-    v = asked or choose(m, rows, k, processors, shared_memory(device))
+    v = asked or choose(m, rows, k, processors, shared_memory(device), adapter)
     shares = Shares.of(v, m, rows, k, processors)
     assert shares.blocks <= _MAX_BLOCKS or v.warps_m == 1
     assert m <= v.tokens or not v.resident, "what stays is the x of one tile of tokens"
@@ -189,7 +199,7 @@ def _make_plan(weight: PackedWeight, m: int, asked: Variant | None, device: torc
         weight.epilogue_factor,
         _has_overlap(device),
     )
-    weight.plans["portable", m, asked] = plan
+    weight.plans["portable", m, adapter, asked] = plan
     return plan
 
 

@@ -9,7 +9,7 @@
 // u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its 64 warps by chunks of 64
 // columns; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
 //
-// Few blocks: while they wait for the kernel before, the product's blocks can start beside them.
+// Few, small blocks: they find room beside the product's.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
@@ -17,16 +17,12 @@
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int THREADS = SLICES ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int THREADS = 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
 constexpr int BATCH = TOKENS < 16    ? TOKENS
                       : TOKENS < 128 ? 16
                                      : 32,
               AHEAD = TOKENS <= 8 ? 4 : 2;  // tokens of a cluster; chunks loaded at a time
-
-__device__ __forceinline__ void load_16(uint32_t (&to)[8], const bf16* from) {  // numbers
-    *(uint4*)&to[0] = ((const uint4*)from)[0], *(uint4*)&to[4] = ((const uint4*)from)[1];
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     w4a16_prepare(const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
@@ -69,28 +65,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
         const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
         float acc[BATCH / 8][4] = {};
-        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 16 * t,
-                   *tokens = x + (size_t)(first_token + g) * k + 16 * t;
-        for (int chunk = rank * WARPS + warp; 64 * chunk < padded_k; chunk += AHEAD * CLUSTER * WARPS) {
-            uint32_t f[AHEAD][2][8] = {}, v[AHEAD][BATCH / 8][8] = {};
+        // K is summed over: its order within 32 columns is free, and lane t takes 8 of them as they lie.
+        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 8 * t,
+                   *tokens = x + (size_t)(first_token + g) * k + 8 * t;
+        for (int step = rank * WARPS + warp; 32 * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
+            uint4 upper[AHEAD], lower[AHEAD], v[AHEAD][BATCH / 8];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                const int column = 64 * (chunk + i * CLUSTER * WARPS);
-                if (column + 16 * t >= k) continue;
-                load_16(f[i][0], rows + column), load_16(f[i][1], rows + (size_t)8 * padded_k + column);
+                const int column = 32 * (step + i * CLUSTER * WARPS);
+                const bool valid = column + 8 * t < k;
+                const uint4 zero = make_uint4(0, 0, 0, 0);
+                upper[i] = valid ? load(rows + column) : zero;
+                lower[i] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
 #pragma unroll
                 for (int q = 0; q < BATCH / 8; q++)
-                    if (first_token + 8 * q + g < m) load_16(v[i][q], tokens + (size_t)8 * q * k + column);
+                    v[i][q] = valid && first_token + 8 * q + g < m ? load(tokens + (size_t)8 * q * k + column) : zero;
             }
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++)
+            for (int i = 0; i < AHEAD; i++) {
+                const uint32_t first[4] = {upper[i].x, lower[i].x, upper[i].y, lower[i].y};
+                const uint32_t second[4] = {upper[i].z, lower[i].z, upper[i].w, lower[i].w};
 #pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const uint32_t fragment[4] = {f[i][0][2 * w], f[i][1][2 * w], f[i][0][2 * w + 1],
-                                                  f[i][1][2 * w + 1]};
-#pragma unroll
-                    for (int q = 0; q < BATCH / 8; q++) mma(acc[q], fragment, v[i][q][2 * w], v[i][q][2 * w + 1]);
+                for (int q = 0; q < BATCH / 8; q++) {
+                    mma(acc[q], first, v[i][q].x, v[i][q].y);
+                    mma(acc[q], second, v[i][q].z, v[i][q].w);
                 }
+            }
         }
 #pragma unroll
         for (int q = 0; q < BATCH / 8; q++)
