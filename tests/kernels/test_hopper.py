@@ -136,10 +136,12 @@ def test_adapter_input(emulate, tokens, m):
     emulate(1)
     weight, x = random_weight((40, 16, 300), 528), whole(m, 528, seed=m).bfloat16()
     adapter = random_adapter(weight, 20)
-    u = hopper.adapter_input(x, adapter, tokens).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
+    x_there = torch.zeros(2, dtype=torch.int32)
+    u = hopper.adapter_input(x, adapter, tokens, x_there).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
     exact = x.double() @ adapter.a[:, :, :528].flatten(0, 1).double().T
     scaling = adapter.scaling.repeat_interleave(adapter.a.shape[1]).double()
     assert torch.equal(u[:m], (exact * scaling).bfloat16())
+    assert x_there.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("tokens", [16, 128])
@@ -149,8 +151,8 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._PREPARE_THREADS
-    prepare.launch((8, 1, 1), threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8))
+    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._prepare_threads(0)
+    prepare.launch((8, 1, 1), threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0))
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):
         for chunk in range(chunks):

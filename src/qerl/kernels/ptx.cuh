@@ -65,6 +65,17 @@ __device__ __forceinline__ uint4 load(const void* at) {
     return v;
 }
 
+// What a kernel before this one has written, perhaps while this one was there already: ordered behind waits for it, which
+// the loads above are not.
+__device__ __forceinline__ uint4 load_fresh(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+
 // What another block has written: not from the first-level cache.
 __device__ __forceinline__ float4 load_of_other_block(const float4* at) {
     float4 v;
@@ -77,6 +88,21 @@ __device__ __forceinline__ uint32_t load_of_other_block(const uint32_t* at) {
     uint32_t v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
+}
+
+// Counts for other blocks: who sees it sees what this thread wrote, or had seen, before.
+__device__ __forceinline__ void add_release(uint32_t* to, uint32_t n) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(n) : "memory");
+}
+
+// By one thread of a block of a kernel that has started before the one ahead of it was over: waits until `publishers` of
+// that one's blocks have counted in x_there[0]. The last block to see it takes the count back.
+__device__ __forceinline__ void wait_for_publishers(uint32_t* x_there, uint32_t publishers) {
+    while (load_of_other_block(x_there) != publishers) {}
+    if (atomicAdd(x_there + 1, 1) == gridDim.x - 1) {
+        x_there[0] = x_there[1] = 0;
+        __threadfence();
+    }
 }
 
 // The address that copy_async takes.

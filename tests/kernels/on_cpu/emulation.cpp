@@ -52,6 +52,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
 }
+inline void add_release(uint32_t* to, uint32_t n) { *to += n; }
 template <typename T>
 T atomicAdd(T* at, int v) { return std::exchange(*at, *at + v); }
 inline void __threadfence() {}
@@ -80,7 +81,6 @@ struct Block {
     std::vector<std::function<void()>> late;  // what happens when no thread can go on
     std::vector<uint8_t> memory;  // while another block of the cluster runs
     Meeting all, consumers;
-    bool has_launched_dependents = false;
 };
 
 #pragma GCC visibility push(hidden)
@@ -93,7 +93,6 @@ Block* block;
 Meeting cluster_meeting;
 ucontext_t scheduler;
 bool moved;  // somebody got further since the scheduler last looked
-bool published_too_late;
 
 Fiber& self() { return block->fibers[threadIdx.x]; }
 Warp& own_warp() { return block->warps[threadIdx.x / 32]; }
@@ -151,10 +150,15 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 template <typename T>
 T read(const void* at) { T v; memcpy(&v, at, sizeof v); return v; }
 inline uint4 load(const void* at) { return read<uint4>(at); }
+inline uint4 load_fresh(const void* at) { return read<uint4>(at); }
 inline uint4 load_once(const void* at) { return read<uint4>(at); }
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
 inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }
+inline void wait_for_publishers(uint32_t* x_there, uint32_t publishers) {
+    while (*x_there != publishers) give_way();
+    if (++x_there[1] == uint32_t(gridDim.x)) x_there[0] = x_there[1] = 0;
+}
 inline uint32_t shared_address(const void* at) { return static_cast<const uint8_t*>(at) - __start_block_memory; }
 inline void copy_async(uint32_t to, const void* from, bool valid) { self().copies.back().push_back({to, from, valid}); }
 inline void commit_copies() { self().copies.emplace_back(); }
@@ -268,16 +272,15 @@ bool run_cluster(int first, int blocks, int threads, void (*enter)()) {
     return std::all_of(cluster.begin(), cluster.end(), is_done);
 }
 
-// 0; 1 after a deadlock; 2 where the next kernel may start before it finds what was published for it. `args`: the address
-// of each argument, as for cuLaunchKernel.
+// 0; 1 after a deadlock. `args`: the address of each argument, as for cuLaunchKernel.
 template <typename... Args>
 int run(void (*kernel)(Args...), int blocks, int threads, int cluster_size, bool backwards, void** args) {
     using L = Launch<Args...>;
     L::kernel = kernel, L::args = args;
-    gridDim.x = blocks, published_too_late = false;
+    gridDim.x = blocks;
     for (int i = 0; i < blocks; i += cluster_size)
         if (!run_cluster(backwards ? blocks - cluster_size - i : i, cluster_size, threads, L::enter)) return 1;
-    return published_too_late ? 2 : 0;
+    return 0;
 }
 
 #define RUN(name)                                                                                              \

@@ -1,14 +1,28 @@
 // The functions of w4a16/hopper.cuh for a CPU: part of emulation.cpp, found by the sources in place of the real one.
 #pragma once
 
-// The first thread of a block to launch dependents does so for the block: what others publish later may come too late.
-inline void launch_dependents() { block->has_launched_dependents = true; }
-inline void publish_for_copies() { if (block->has_launched_dependents) published_too_late = true; }
+inline void launch_dependents() {}
+inline void publish_for_copies() {}
+inline void accept_for_copies() {}
 inline void wait_for_previous_kernels() {}
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 template <int COUNT> void consumers_sync() { meet(block->consumers, COUNT); }
-inline void cluster_sync() { meet(cluster_meeting, cluster.size() * block->fibers.size()); }
+inline void cluster_sync() {  // of all threads that have not ended
+    auto threads = [] {
+        int count = 0;
+        for (const Block& b : cluster)
+            count += std::count_if(b.fibers.begin(), b.fibers.end(), [](const Fiber& f) { return !f.done; });
+        return count;
+    };
+    Meeting& m = cluster_meeting;
+    const int mine = m.generation;
+    moved = true, ++m.arrived;
+    while (mine == m.generation) {
+        if (m.arrived == threads()) m.arrived = 0, ++m.generation, moved = true;
+        else give_way();
+    }
+}
 
 // The same place in a block of the cluster.
 uint8_t* in_block(uint32_t address, int which) {
@@ -20,12 +34,10 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
     Barrier& b = barrier_at(barrier);
     b.bytes += bytes, --b.missing, b.settle();
 }
-inline void barrier_arrive_at(uint32_t barrier, int which) {
-    Barrier& b = *reinterpret_cast<Barrier*>(in_block(barrier, which));
+inline void barrier_arrive(uint32_t barrier) {
+    Barrier& b = barrier_at(barrier);
     --b.missing, b.settle();
 }
-inline void barrier_arrive(uint32_t barrier) { barrier_arrive_at(barrier, block - cluster.data()); }
-inline void barrier_wait_cluster(uint32_t barrier, int phase) { barrier_wait(barrier, phase); }
 
 inline void bulk_copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     auto deliver = [=] {

@@ -24,8 +24,8 @@
 // Either way sums are added in the order of k: the same input gives the same bits.
 //
 // Launched with programmatic dependence: weights are loaded before griddepcontrol.wait, everything that an earlier
-// kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter the kernel
-// before is prepare.cu, which lets this one start when x's tiles are there: only u is waited for, behind the steps of K.
+// kernel may have written (x, u, B, counters) after it, and nothing is written before it. With an adapter, whose u takes
+// prepare.cu longer, x's tiles are waited for by a count in memory, and the kernel's end behind the steps of K.
 //
 // Defines: TOKENS (16, 32, 64, 128), WARPGROUPS (2 a panel), STAGES, CLUSTER, BLOCKS (to a multiprocessor), WORDS (1 or 4),
 // FIRST_REGISTERS (of any thread), then REGISTERS (of a consumer's), PRODUCER_REGISTERS; SLICES (rank / 16 of the adapter,
@@ -82,23 +82,19 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                  bf16* __restrict__ y,                 // [m, n]
                  float* __restrict__ partial,          // [blocks, 2, PANELS * 128 * TOKENS]
                  int* __restrict__ counters,           // [shared_tiles, WARPS]: zero before and after
-                 int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers,
+                 uint32_t* x_there,                    // [2], zero before and after: prepare.cu's blocks that wrote x
+                 int publishers, int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers,
                  float factor) {
     extern __shared__ uint8_t raw[];
-    __shared__ uint64_t full[STAGES], empty[STAGES], sums_there, sums_read;
+    __shared__ uint64_t full[STAGES], empty[STAGES];
     const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
     const uint32_t fulls = shared_address(full), empties = shared_address(empty);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(fulls + 8 * i, 1), barrier_init(empties + 8 * i, WARPS);
-        if (CLUSTER > 1) {
-            barrier_init(shared_address(&sums_there), CLUSTER * WARPS);
-            barrier_init(shared_address(&sums_read), CLUSTER * WARPS);
-        }
         barrier_init_fence();
     }
     __syncthreads();
-    if (CLUSTER > 1) cluster_sync();  // others arrive at our barriers
     const int k_steps = (chunks + CHUNKS - 1) / CHUNKS;
     auto own_schedule = [&] {
         const int tiles = (supertiles + PANELS - 1) / PANELS * token_tiles;
@@ -109,7 +105,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
     if (warp >= WARPS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x != CONSUMERS) return;
-        launch_dependents();
+        if (SLICES == 0) launch_dependents();
         Schedule schedule = own_schedule();
         int stage = 0, phase = 1;
         bool filling = true;  // the ring for the first time
@@ -162,7 +158,13 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                     copy_last_chunk(ring + i * STAGE_BYTES, fulls + 8 * i);
             }
         }
-        if (SLICES == 0) wait_for_previous_kernels();
+        if (SLICES == 0) {
+            wait_for_previous_kernels();
+        } else {
+            wait_for_publishers(x_there, publishers);
+            accept_for_copies();
+            launch_dependents();  // the next one may count there again
+        }
         while (schedule.next(s)) {
             const uint8_t *from = weights_of(s.begin),
                           *x_from = x + ((size_t)(s.tile % token_tiles) * k_steps + s.begin) * X_BYTES;
@@ -299,14 +301,11 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                     to[j] = (bf16)((j < 2 ? packed.x : packed.y) >> (16 * (j & 1)));
         };
         if constexpr (CLUSTER > 1) {
-            const uint32_t mine = ring + threadIdx.x * 16, there = shared_address(&sums_there),
-                           taken = shared_address(&sums_read);
+            const uint32_t mine = ring + threadIdx.x * 16;
             consumers_sync<CONSUMERS>();  // all have left the ring
 #pragma unroll
             for (int i = 0; i < PIECES; i++) store_shared_16(mine + i * CONSUMERS * 16, &acc[4 * i]);
-            __syncwarp();
-            if (lane < CLUSTER) barrier_arrive_at(there, lane);
-            barrier_wait_cluster(there, 0);
+            cluster_sync();
 #pragma unroll 1
             for (int i = blockIdx.x % CLUSTER; i < PIECES; i += CLUSTER) {
                 float4 v[CLUSTER];
@@ -317,9 +316,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                 for (int block = 1; block < CLUSTER; block++) add(&v[0].x, v[block]);
                 write(i, v[0]);
             }
-            __syncwarp();
-            if (lane < CLUSTER) barrier_arrive_at(taken, lane);
-            barrier_wait_cluster(taken, 0);  // before this block's memory goes
+            cluster_sync();  // before this block's memory goes
         } else {
             if (s.begin > 0 || s.end < schedule.steps) {
                 const int total = shared_tiles * schedule.steps, first = s.tile * schedule.steps;

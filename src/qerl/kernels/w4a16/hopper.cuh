@@ -4,15 +4,15 @@
 
 // --- Programmatic dependent launch -----------------------------------------------------------------------------------
 
-// The next kernel may start when a thread of each block has said so, or its blocks have ended.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// What this thread wrote to global memory is there for bulk copies of kernels that start from here on. (PTX promises that
-// behind griddepcontrol.wait alone; the fences bring it to the second-level cache, and bulk copies read from there.)
+// What this thread wrote to global memory is there for bulk copies of whoever is told so; who is told passes it on.
 __device__ __forceinline__ void publish_for_copies() {
     __threadfence();
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+
+__device__ __forceinline__ void accept_for_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -39,31 +39,9 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
 
 // --- Across the blocks of a cluster: the same place in the shared memory of block number `block` ---------------------
 
+// All threads of the cluster that have not ended.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-        "}" ::"r"(barrier),
-        "r"(block)
-        : "memory");
-}
-
-// For arrivals from the cluster; what they wrote before is seen after.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(barrier),
-        "r"(phase)
-        : "memory");
 }
 
 __device__ __forceinline__ float load_float_from_block(uint32_t from, int block) {

@@ -30,11 +30,10 @@ _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's align
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
-_PREPARE_THREADS = 128
-_PREPARE_REGISTERS = 32, 64  # of a thread: without an adapter, with one
+_PREPARE_REGISTERS = 32, 64  # of a thread of prepare.cu: without an adapter, with one
 
 # A letter for each parameter, in the sources' order.
-_PRODUCT, _PREPARE = "PPPPPPPPPPiiiiiiiif", "PPPPPiiiiiii"
+_PRODUCT, _PREPARE = "PPPPPPPPPPPiiiiiiiiif", "PPPPPiiiiiiiP"
 
 
 class Variant(NamedTuple):
@@ -68,10 +67,8 @@ class Variant(NamedTuple):
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        spare = [_PREPARE_THREADS * r for r in _PREPARE_REGISTERS]
-        first, registers, words = self._registers(spare[slices > 0])
-        if words == 1:
-            first, registers, words = self._registers(spare[0])
+        with_adapter = slices > 0 and self.tokens <= 16
+        first, registers, words = self._registers(_prepare_threads(0) * _PREPARE_REGISTERS[with_adapter])
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -153,17 +150,18 @@ def w4a16_hopper(
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    counters = zeros(x.device) if launch.sharers else 0
+    counters = zeros(x.device) if launch.sharers or slices else 0
+    x_there = x_there_of(counters) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
     a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
     chunks = plan.steps * _STEP_CHUNKS
     plan.prepare.launch(
-        (launch.prepare_blocks, 1, 1), _PREPARE_THREADS, 0,
+        (launch.prepare_blocks, 1, 1), _prepare_threads(slices, plan.variant.tokens), 0,
         (
             x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
-            launch.pieces,
+            launch.pieces, x_there,
         ),
         overlap=True,
     )  # fmt: skip
@@ -171,7 +169,7 @@ def w4a16_hopper(
         (launch.blocks, 1, 1), plan.variant.threads, plan.variant.stages * plan.variant.stage_bytes + 1024,
         (
             plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
-            partial, counters, m, plan.n, plan.supertiles, plan.chunks,
+            partial, counters, x_there, launch.tile_blocks, m, plan.n, plan.supertiles, plan.chunks,
             launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
         ),
         overlap=True,
@@ -180,25 +178,37 @@ def w4a16_hopper(
 
 
 def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_there: Int32[Tensor, "2"]
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
-    """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined."""
+    """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
+
+    Counts 1 in x_there when the stream's kernels before it are over, for a kernel behind it that needs u only late.
+    """
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
     _prepare(tokens, rank // SLICE, x.device).launch(
         (_adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
-        _PREPARE_THREADS,
+        _prepare_threads(rank // SLICE, tokens),
         0,
-        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0),
+        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_there),
         overlap=True,
     )
     return u
 
 
+def x_there_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, "2"]:
+    """Of a stream's zeros, those by which prepare.cu tells the product behind it that x is there."""
+    return counters[-2:]
+
+
 def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
     defines = {"TOKENS": tokens, "SLICES": slices, "E8M0": 0}
     return kernel(_FOLDER / "prepare.cu", "w4a16_prepare", defines, _PREPARE, device, cluster=_PREPARE_CLUSTER)
+
+
+def _prepare_threads(slices: int, tokens: int = 16) -> int:
+    return 256 if slices and tokens > 16 else 128
 
 
 def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
@@ -225,7 +235,7 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * _PREPARE_THREADS * _PREPARE_TURNS))
+        tile_blocks = -(-x_bytes // (16 * _prepare_threads(plan.slices, v.tokens) * _PREPARE_TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
         tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)

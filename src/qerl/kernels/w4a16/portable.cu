@@ -15,7 +15,7 @@
 //
 // Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
 // kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
-// the previous kernel is the one that computes u: it lets this one start when x is there, and only u is waited for.
+// the previous kernel is the one that computes u: it says when x is there, and only u is waited for.
 //
 // x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
 // the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
@@ -170,13 +170,14 @@ extern "C" __global__ void BOUNDS w4a16(
     const uint8_t* __restrict__ tiles,       // [tiles_n, ceil(k / 64), TILE_BYTES]
     const float* __restrict__ global_scale,  // [128 tiles_n]
     const int* __restrict__ table,           // [tiles_n, 3]: first column of y, valid rows, part
-    const bf16* __restrict__ x,              // [m, k]
+    const bf16* x,                           // [m, k]
     bf16* __restrict__ y,                    // [m, n]
     const bf16* __restrict__ bias,           // [n], or null
     const bf16* u,                           // [tiles of tokens, parts, rank / 16, TOKENS, 16], or null: no adapter
     const bf16* b,                           // [rank / 16, 128 tiles_n, 16]
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
     uint32_t* counters,                      // [2 MAX_BLOCKS], zero and left zero
+    uint32_t* x_there,                       // [2], the same: the kernel that computes u says so; or null: it is
     int m, int k, int n, int tiles_n, int parts, int rank, float factor) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % WARPS_M, q = threadIdx.x / FINISHERS;
     const int chunks = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -235,8 +236,16 @@ extern "C" __global__ void BOUNDS w4a16(
                     barrier_init(shared_address(piece_barriers + i), THREADS);
                 __syncthreads();
             }
-            if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
-            start_next_kernel();
+            if (x_there == nullptr) {
+                if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
+                start_next_kernel();
+            } else {
+                if (threadIdx.x == 0) {
+                    wait_for_publishers(x_there, 1);
+                    start_next_kernel();  // which may count there again
+                }
+                __syncthreads();
+            }
             if constexpr (RESIDENT)
 #pragma unroll 1
                 for (int i = 0; i < PIECES_AHEAD; ++i) ask_for_piece();
@@ -253,7 +262,7 @@ extern "C" __global__ void BOUNDS w4a16(
         auto load_x = [&](int d) {
             if (x_left <= d * WARPS_K) return;
             const bf16* at = x_row + d * (WARPS_K * TILE_COLUMNS);
-            x_next[d % 2][0] = load(at), x_next[d % 2][1] = load(at + 8);
+            x_next[d % 2][0] = load_fresh(at), x_next[d % 2][1] = load_fresh(at + 8);
         };
         // x of more. `column`: this thread's first one of the stage that is filled next.
         constexpr int ROWS = THREADS / 8;  // of 128 bytes, that one copy by each thread fills
@@ -439,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(ADAPTER_THREADS, 1) adapter_input(
 #pragma unroll
                 for (int j = 0; j < TILES; ++j) {
                     const int token = min(first_token + 8 * j + g, m - 1);
-                    const uint4 v = column < k ? load(x + token * k + column + 8 * half) : make_uint4(0, 0, 0, 0);
+                    const uint4 v = column < k ? load_fresh(x + token * k + column + 8 * half) : make_uint4(0, 0, 0, 0);
                     mma(of_warp[j], first, v.x, v.y);
                     mma(of_warp[j], second, v.z, v.w);
                 }

@@ -31,7 +31,7 @@ _ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
 _RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
 # A letter for each parameter, in portable.cu's order.
-_SIGNATURES = {"w4a16": "PPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
+_SIGNATURES = {"w4a16": "PPPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
 
 
 class Variant(NamedTuple):
@@ -141,18 +141,23 @@ def w4a16_portable(
     plan = weight.plans.get(key) or _make_plan(weight, m, has_adapter, variant, x.device)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    partial = counters = u = b = parts = rank = 0
+    partial = counters = u = b = parts = rank = x_there = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
         counters = zeros(x.device)[: 2 * _MAX_BLOCKS]
     if adapter is not None:
-        u, b = _adapter_input(x, adapter, plan.variant), adapter.b
+        if _has_clusters(x.device):
+            x_there = hopper.x_there_of(zeros(x.device))
+            u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_there)
+        else:
+            u = _adapter_input(x, adapter, plan.variant)
+        b = adapter.b
         parts, rank, _ = adapter.a.shape
     plan.kernel.launch(
         (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
         (
             plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b, partial,
-            counters, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
+            counters, x_there, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
         ),
         overlap=plan.overlap,
     )  # fmt: skip
@@ -207,8 +212,6 @@ def _adapter_input(
     x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, variant: Variant
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
     """u = round(scaling * (x A^T)), all parts at once, in tiles of the variant's tokens; rows beyond m undefined."""
-    if _has_clusters(x.device):
-        return hopper.adapter_input(x, adapter, variant.tokens)
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     tiles = parts * rank // SLICE * -(-m // variant.tokens)

@@ -17,7 +17,7 @@
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int THREADS = 128, CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int THREADS = SLICES && TOKENS > 16 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
 constexpr int BATCH = TOKENS < 16    ? TOKENS
                       : TOKENS < 128 ? 16
@@ -25,14 +25,14 @@ constexpr int BATCH = TOKENS < 16    ? TOKENS
               AHEAD = TOKENS <= 8 ? 4 : 2;  // tokens of a cluster; chunks loaded at a time
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    w4a16_prepare(const bf16* __restrict__ x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
+    w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
                   const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
-                  int parts, int tile_blocks, int pieces) {
-    // Without an adapter the product starts at once and waits for this kernel's end. With one it starts when the tiles
-    // are there (or, where it has x from elsewhere, when that is), and waits for the end only before it needs u.
-    if (SLICES == 0) launch_dependents();
+                  int parts, int tile_blocks, int pieces, uint32_t* x_there) {
+    // The product starts at once. Without an adapter it waits for this kernel's end; with one, only before it needs u:
+    // until then for blocks to say in x_there that the tiles are there, or, where it has x from elsewhere, that x is.
+    launch_dependents();
     wait_for_previous_kernels();
-    if (SLICES > 0 && blockIdx.x >= tile_blocks) launch_dependents();
+    if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_there, 1);
     if (blockIdx.x < tile_blocks) {
         for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
              first += tile_blocks * TURNS * THREADS) {
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         if (SLICES > 0) {
             publish_for_copies();
-            __syncthreads();  // a block's first thread to say that the product may start says so for all of them
-            launch_dependents();
+            __syncthreads();
+            if (threadIdx.x == 0) add_release(x_there, 1);
         }
         return;
     }
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 lower[i] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
 #pragma unroll
                 for (int q = 0; q < BATCH / 8; q++)
-                    v[i][q] = valid && first_token + 8 * q + g < m ? load(tokens + (size_t)8 * q * k + column) : zero;
+                    v[i][q] = valid && first_token + 8 * q + g < m ? load_fresh(tokens + (size_t)8 * q * k + column) : zero;
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
