@@ -30,7 +30,7 @@ _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's align
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
-_PREPARE_REGISTERS = 32, 64  # of a thread of prepare.cu: without an adapter, with one
+_BESIDE_PRODUCT = 32, 64  # registers of a thread of prepare.cu for which the product leaves room: without an adapter, with one
 
 # A letter for each parameter, in the sources' order.
 _PRODUCT, _PREPARE = "PPPPPPPPPPPiiiiiiiiif", "PPPPPiiiiiiiP"
@@ -67,8 +67,8 @@ class Variant(NamedTuple):
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        with_adapter = slices > 0 and self.tokens <= 16
-        first, registers, words = self._registers(_prepare_threads(0) * _PREPARE_REGISTERS[with_adapter])
+        with_adapter = slices > 0 and self.tokens <= 32
+        first, registers, words = self._registers(_prepare_threads(0) * _BESIDE_PRODUCT[with_adapter])
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -203,16 +203,23 @@ def x_there_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, "2"]:
 
 
 def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
-    defines = {"TOKENS": tokens, "SLICES": slices, "E8M0": 0}
+    defines = prepare_defines(tokens, slices)
     return kernel(_FOLDER / "prepare.cu", "w4a16_prepare", defines, _PREPARE, device, cluster=_PREPARE_CLUSTER)
 
 
+def prepare_defines(tokens: int, slices: int) -> dict[str, int]:
+    """Of prepare.cu."""
+    beside = _BESIDE_PRODUCT[slices > 0]
+    registers = beside if slices == 0 or tokens <= 32 else 112 if tokens < 128 else 144
+    return {"TOKENS": tokens, "SLICES": slices, "REGISTERS": registers, "E8M0": 0}
+
+
 def _prepare_threads(slices: int, tokens: int = 16) -> int:
-    return 256 if slices and tokens > 16 else 128
+    return 256 if slices and tokens > 32 else 128
 
 
 def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    batch = min(tokens, 32 if tokens == 128 else 16)
+    batch = 8 if tokens <= 32 else 16 if tokens < 128 else 32
     return slices * -(-m // batch) * _PREPARE_CLUSTER
 
 

@@ -13,25 +13,25 @@
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
-// Defines: TOKENS, SLICES (0: no adapter), E8M0 (0: no weights are decoded here).
+// Defines: TOKENS, SLICES (0: no adapter), REGISTERS (of a thread), E8M0 (0: no weights are decoded here).
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int THREADS = SLICES && TOKENS > 16 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int THREADS = SLICES && TOKENS > 32 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS < 16    ? TOKENS
-                      : TOKENS < 128 ? 16
-                                     : 32,
-              AHEAD = TOKENS <= 8 ? 4 : 2;  // tokens of a cluster; chunks loaded at a time
+constexpr int BATCH = TOKENS <= 32 ? 8 : TOKENS < 128 ? 16 : 32, AHEAD = 4;  // tokens of a cluster; steps loaded at a time
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
                   const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
                   int parts, int tile_blocks, int pieces, uint32_t* x_there) {
     // The product starts at once. Without an adapter it waits for this kernel's end; with one, only before it needs u:
     // until then for blocks to say in x_there that the tiles are there, or, where it has x from elsewhere, that x is.
-    launch_dependents();
+    // u of many tokens is work that should not compete with the product's: then it starts when there is a beginning.
+    constexpr bool AT_ONCE = SLICES == 0 || TOKENS < 128;
+    if (AT_ONCE) launch_dependents();
     wait_for_previous_kernels();
+    if (!AT_ONCE && blockIdx.x >= tile_blocks) launch_dependents();
     if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_there, 1);
     if (blockIdx.x < tile_blocks) {
         for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             publish_for_copies();
             __syncthreads();
             if (threadIdx.x == 0) add_release(x_there, 1);
+            if (!AT_ONCE) launch_dependents();
         }
         return;
     }
