@@ -137,7 +137,8 @@ def test_adapter_input(emulate, tokens, m):
     weight, x = random_weight((40, 16, 300), 528), whole(m, 528, seed=m).bfloat16()
     adapter = random_adapter(weight, 20)
     x_there = torch.zeros(2, dtype=torch.int32)
-    u = hopper.adapter_input(x, adapter, tokens, x_there).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
+    u = hopper.adapter_input(x, adapter, tokens, x_there)
+    u = u.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
     exact = x.double() @ adapter.a[:, :, :528].flatten(0, 1).double().T
     scaling = adapter.scaling.repeat_interleave(adapter.a.shape[1]).double()
     assert torch.equal(u[:m], (exact * scaling).bfloat16())

@@ -30,7 +30,7 @@ _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's align
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
 _PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
-_BESIDE_PRODUCT = 32, 64  # registers of a thread of prepare.cu for which the product leaves room: without an adapter, with one
+_BESIDE_PRODUCT = 32, 64  # registers of prepare.cu's threads that the product leaves room for: without, with adapter
 
 # A letter for each parameter, in the sources' order.
 _PRODUCT, _PREPARE = "PPPPPPPPPPPiiiiiiiiif", "PPPPPiiiiiiiP"
@@ -150,8 +150,8 @@ def w4a16_hopper(
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    counters = zeros(x.device) if launch.sharers or slices else 0
-    x_there = x_there_of(counters) if slices else 0
+    counters = zeros(x.device) if launch.sharers else 0
+    x_there = x_there_of(zeros(x.device)) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
@@ -178,7 +178,7 @@ def w4a16_hopper(
 
 
 def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_there: Int32[Tensor, "2"]
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_there: Int32[Tensor, " two"]
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
     """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
 
@@ -197,7 +197,7 @@ def adapter_input(
     return u
 
 
-def x_there_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, "2"]:
+def x_there_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
     """Of a stream's zeros, those by which prepare.cu tells the product behind it that x is there."""
     return counters[-2:]
 
