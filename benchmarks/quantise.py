@@ -3,12 +3,15 @@
 First from memory, on a GPU: GB a second of bf16 weights, for matrices of a 14B model and each rule of scales, global
 scale and check for NaN included; their first rows must have the bits that the CPU gives. Then, with --gigabytes, from
 disk to disk: a synthetic folder of that size in shards of --shard GB, with the layers of a 14B model, through
-formats/writing.py's quantize_checkpoint, and the most memory that the process took beyond what it had before.
+formats/writing.py's quantize_checkpoint, the most memory that the process took beyond what it had before, and how fast
+this machine reads, hashes and writes a shard when it does nothing else: reading and hashing overlap with quantising,
+writing does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -108,6 +111,28 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def alone(shard: Path) -> None:
+    """Rates of what a shard goes through, one after the other, its bytes out of the page cache before."""
+    size = shard.stat().st_size / 1e9
+    with shard.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while file.read(1 << 23):
+            pass
+        read = time.perf_counter()
+        file.seek(0)
+        hashlib.file_digest(file, "sha256")
+        hashed = time.perf_counter()
+        file.seek(0)
+        with (shard.parent / "copy").open("wb") as copy:
+            shutil.copyfileobj(file, copy, 1 << 23)
+            copy.flush()
+            os.fsync(copy.fileno())
+        written = time.perf_counter()
+    rates = (size / (read - start), size / (hashed - read), size / (written - hashed))
+    print("alone: read {:.2f}, SHA-256 {:.2f}, write {:.2f} GB/s".format(*rates))
+
+
 def from_disk(gigabytes: float, shard: float, scratch: Path) -> None:
     source, target = scratch / "source", scratch / "target"
     num_layers = write_folder(source, gigabytes, shard)
@@ -126,7 +151,10 @@ def from_disk(gigabytes: float, shard: float, scratch: Path) -> None:
         )
         sys.stdout.flush()
         os._exit(0)
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    if status:
+        sys.exit("the process that quantised has failed")
+    alone(max(source.glob("*.safetensors"), key=lambda file: file.stat().st_size))
     shutil.rmtree(scratch)
 
 
