@@ -253,8 +253,10 @@ def write_quantized(
 
 
 def packable(source: DenseSource, format: FourBits) -> set[str]:
-    """The linear layers that `format` can hold."""
-    return {name.removesuffix(".weight") for name in source.names() if _is_linear(source, name, format)}
+    """The linear layers that `format` can hold; of a fused group all or none."""
+    linears = {name.removesuffix(".weight") for name in source.names() if _is_linear(source, name)}
+    unfit = {module for module in linears if not format.fits(*source.shape(f"{module}.weight"))}
+    return {module for module in linears if unfit.isdisjoint(_fused_with(module))}
 
 
 def packed_groups(source: DenseSource, keep: Sequence[str], format: FourBits) -> dict[str, tuple[str, ...]]:
@@ -268,21 +270,26 @@ def packed_groups(source: DenseSource, keep: Sequence[str], format: FourBits) ->
     packed = {module for module in linears if not any(fnmatchcase(module, pattern) for pattern in keep)}
     groups: dict[str, tuple[str, ...]] = {}
     for module in packed:
-        parent, _, leaf = module.rpartition(".")
-        fused = next((group for group in FUSED_GROUPS if leaf in group), (leaf,))
-        members = tuple(f"{parent}.{name}" for name in fused if f"{parent}.{name}" in linears)
+        members = tuple(member for member in _fused_with(module) if member in linears)
         if not packed.issuperset(members):
             raise ValueError(f"keep: {', '.join(members)} are one product: keep all of them or none")
         groups[module] = members
     return groups
 
 
-def _is_linear(source: DenseSource, name: str, format: FourBits) -> bool:
+def _fused_with(module: str) -> list[str]:
+    """The names that are one product with this linear, itself among them; whether they exist or not."""
+    parent, _, leaf = module.rpartition(".")
+    fused = next((group for group in FUSED_GROUPS if leaf in group), (leaf,))
+    return [f"{parent}.{name}" for name in fused]
+
+
+def _is_linear(source: DenseSource, name: str) -> bool:
     module, _, leaf = name.rpartition(".")
     if leaf != "weight" or not _IN_A_LAYER.search(name) or _NOT_A_PRODUCT.search(module.rpartition(".")[2]):
         return False
     shape = source.shape(name)
-    return len(shape) == 2 and shape[0] > 0 and format.fits(*shape)
+    return len(shape) == 2 and shape[0] > 0
 
 
 def as_stored(module: str, codes: Codes, dtype: str = "bfloat16") -> list[tuple[str, Tensor]]:

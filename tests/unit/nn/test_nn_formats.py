@@ -122,6 +122,9 @@ def test_products_that_blocks_do_not_divide_stay_dense_whole(tmp_path, caplog):
     qkv = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
     assert dense == {"nf4": qkv, "int4": qkv | {"mlp.gate_proj", "mlp.up_proj"}}
     assert "6 linears stay dense, not being whole blocks of nf4" in caplog.text
+    report = quantize_checkpoint(folder, tmp_path / "packed", format=NF4())  # which keeps the same, and loads
+    assert {name.split(".", 3)[3] for name in report["kept_layers"]} == qkv
+    load_model(settings(tmp_path / "packed", "nf4"))
 
 
 def test_codes_take_no_merge(folder):
