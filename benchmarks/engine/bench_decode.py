@@ -10,8 +10,8 @@ there by then, and the steps' time is what a call for so many tokens takes more 
 them all.) A run before compiles and captures. Then the update of adapters and norms (with its probe), and sleep, wake
 and what the first tokens cost more after it. From batch 32 on, prompts are shared by 8, unless `--distinct`. The floor
 is the bytes that a step must read (products' weights, head, adapters, keys and values) at 4.2 TB/s. The format
-"transformers" is generate() of transformers over the same bf16 model and adapters. `--profile` adds the kernels of a
-step.
+"transformers" is generate() of transformers and PEFT, as they come, over a bf16 model of the shape. `--profile` adds
+the kernels of a step.
 
 Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them); a table comes at the end.
 """
@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import harness
 
-from qerl.bench.models import SIZES, RandomWeights, write_folder
+from qerl.bench.models import SIZES, RandomWeights, qwen2_config, write_folder
 from qerl.config import LoraConfig, ModelConfig, RolloutConfig
 from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import token_bytes
@@ -202,9 +203,14 @@ def bench(model: nn.Module, size: str, rank: int, fmt: str, args: argparse.Names
         torch.cuda.empty_cache()
 
 
-def bench_transformers(model: nn.Module, size: str, rank: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def bench_transformers(size: str, rank: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The same of transformers' own generate()."""
-    policy = cast(Any, model).eval()
+    with torch.device("cuda"):
+        policy: Any = AutoModelForCausalLM.from_config(qwen2_config(size), dtype=torch.bfloat16)
+        if rank:
+            lora = PeftLoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False)
+            policy = get_peft_model(policy, lora, autocast_adapter_dtype=False)
+    policy.eval()
     prompt, _ = window(args.prompt, args.new, args.steps)
     for batch in args.batch:
         ids = torch.randint(0, SIZES[size].vocabulary, (batch, prompt), device=policy.device)
@@ -283,7 +289,14 @@ def main() -> None:
     args = parser.parse_args()
     records = []
     for size in args.models:
-        for storage in dict.fromkeys("bf16" if fmt == "transformers" else fmt for fmt in args.formats):
+        for storage in args.formats:
+            if storage == "transformers":
+                for record in chain(*(bench_transformers(size, rank, args) for rank in args.rank)):
+                    harness.write([record], args.out, record["gpu"])
+                    records.append(record)
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
             started = time.perf_counter()
             bare = base(size, storage, max(args.rank))
             torch.cuda.synchronize()
@@ -291,15 +304,12 @@ def main() -> None:
             print(f"{size} {storage}: made in {made:.1f} s, {held:.1f} GB", flush=True)
             for rank in args.rank:
                 model = adapted(bare, rank)
-                runs = [bench(model, size, rank, storage, args)] if storage in args.formats else []
-                if storage == "bf16" and "transformers" in args.formats:
-                    runs.append(bench_transformers(model, size, rank, args))
-                for record in chain(*runs):
+                for record in bench(model, size, rank, storage, args):
                     harness.write([record], args.out, record["gpu"])
                     records.append(record)
                 if isinstance(model, PeftModel):
                     bare = cast(Any, model).unload()
-                del model, runs
+                del model
                 gc.collect()
             del bare
             gc.collect()
