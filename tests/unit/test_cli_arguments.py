@@ -24,7 +24,7 @@ def test_a_shell_completes_settings_and_formats():
     assert [text for text, _ in complete_setting("noise.sigma_s")] == ["noise.sigma_start="]
     assert [text for text, _ in complete_setting("lora.r")] == ["lora.r=", "lora.rank_pattern="]
     assert {text for text, _ in complete_setting("rollout.engine=")} == {
-        f"rollout.engine={e}" for e in ("auto", "qerl", "hf")
+        f"rollout.engine={e}" for e in ("auto", "qerl", "hf", "vllm")
     }
     assert complete_setting("examples/") == []  # the shell offers files then
     for text, _ in complete_setting(""):

@@ -3,5 +3,5 @@
 | module | what it is |
 |---|---|
 | `transformers.py` | NVFP4 and MXFP4 as quantization methods of from_pretrained, with PEFT on top |
-| `trl/` | AQNCallback: the noise for TRL's trainers, with vLLM too; EngineRollout: the engine as their rollout function |
+| `trl/` | AQNCallback: the noise for TRL's trainers, vLLM's too; EngineRollout: the engine as their rollout function |
 """
