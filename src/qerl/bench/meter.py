@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-POLL_SECONDS = 0.005
+POLL_SECONDS = 0.02  # the allocator keeps what it once took until a part has ended
 HEARTBEAT_SECONDS = 20.0
 _LATER_MODULES = 300_000_000  # kernels that CUDA loads when they are first used, after the cap was set
 

@@ -131,7 +131,7 @@ class LoraLinear(PeftLinear):
         base, factors = self.get_base_layer(), lora_factors(self)
         if factors is None:
             return self.base_layer(x)
-        assert isinstance(base, nn.Linear)
+        assert isinstance(base, PackedLinear) or (type(base) is nn.Linear and not base.weight.requires_grad)
         return adapted_product(x, base, factors)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -96,7 +96,7 @@ def _lines(plan: Plan) -> list[str]:
         reserve = (CONTEXT_BYTES + SLACK_BYTES) / 1e9
         verdict = "fits" if card.fits else "does not fit"
         lines.append(
-            f"{verdict} a card of {card.bytes / 1e9:g} GB, of which {reserve:g} GB are left for CUDA (assumed)"
+            f"{verdict} a card of {card.bytes / 1e9:g} GB, of which {reserve:g} GB are left for CUDA and the allocator"
         )
         if not card.fits:
             lines.append(f"would fit: {describe(card.settings)}" if card.settings else "no setting makes it fit")

@@ -304,3 +304,33 @@ def test_the_peak_of_a_micro_batch_within_a_tenth(folder, recompute):
     shape = read_shape(config.model)
     parts = update_parts(shape, config, CPU, adapter_ranks(shape, config.lora), tokens, len(predictors))
     assert sum(parts.values()) == pytest.approx(peak_bytes(micro_batch), rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_the_peak_of_a_micro_batch_with_kernels_within_a_tenth(folder, recompute, monkeypatch):
+    """As on a GPU: in 16 bits, and the kernels between the products make their results alone."""
+    settings = ["model.format=bf16", "model.dtype=bfloat16", "optimizer.logprob_chunk=32"]
+    config = config_of(folder, *settings, f"optimizer.gradient_checkpointing={str(recompute).lower()}")
+    base, _ = load_model(config.model)
+    model = attach_lora(base, config.lora, seed=0)
+    if recompute:
+        recompute_layers(model)
+    monkeypatch.setattr("qerl.nn.rmsnorm.add_rms_norm_", lambda x, *_: x * 1)
+    monkeypatch.setattr("qerl.nn.rmsnorm.rms_norm_grad", lambda dy, *_: dy * 1)
+    monkeypatch.setattr("qerl.nn.mlp.swiglu", lambda gate, up: gate * up)
+    monkeypatch.setattr("qerl.nn.mlp.swiglu_grad", lambda dy, gate, up: (dy * up, dy * gate))
+    monkeypatch.setattr("qerl.nn.self_attention.rotate_and_store_", lambda *_: None)
+    monkeypatch.setattr("qerl.nn.head.token_statistics", lambda scores, *_: [scores[:, 0].float() for _ in range(3)])
+    monkeypatch.setattr("qerl.nn.head.logprob_grad_", lambda *_: None)
+    tokens, predictors = 900, torch.arange(450)
+
+    def micro_batch() -> None:
+        hidden = packed_forward(model, torch.full((tokens,), 3), torch.tensor([0, 200, tokens]))
+        weight = head(model).weight
+        token_logprobs(hidden[predictors], weight, predictors % 300, chunk=32)[0].sum().backward()
+
+    micro_batch()
+    shape = read_shape(config.model)
+    ranks = adapter_ranks(shape, config.lora)
+    parts = update_parts(shape, config, Target(on_gpu=True, activation_bytes=2), ranks, tokens, len(predictors))
+    assert sum(parts.values()) == pytest.approx(peak_bytes(micro_batch), rel=0.1)
