@@ -164,3 +164,18 @@ def test_scales_codes_and_values_are_those_of_compressed_tensors(group, symmetri
     codes = their_quantize(weight, stored, zero.to(torch.int8), arguments, dtype=torch.int8)
     assert torch.equal(codes + 8, unpack_nibbles(t.packed).to(torch.int8))
     assert torch.equal(their_dequantize(codes, stored, zero.to(torch.int8), arguments), dequantize(t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_every_device_chooses_the_same_bits(symmetric):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    weight = torch.randn(70, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3] = 0
+    importance = torch.rand(1024, generator=torch.Generator().manual_seed(1))
+    for how in ({}, {"scale": "amax"}, {"importance": importance}):
+        a = int4.quantize(weight, group=64, symmetric=symmetric, **how)
+        on_gpu = {key: value.cuda() if key == "importance" else value for key, value in how.items()}
+        b = int4.quantize(weight.cuda(), group=64, symmetric=symmetric, **on_gpu)
+        assert all(torch.equal(x, y.cpu()) for x, y in zip(a, b, strict=True) if x is not None)
