@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qerl.display import Display
 from qerl.engine import Engine, build_engine
 from qerl.engine.vllm.norms import find_norms
 from qerl.engine.vllm.worker import PolicyWorker
+from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.load import EMBEDDED, load_model
 from qerl.nn.lora import LoraLinear, adapters_disabled, attach_lora
 from qerl.noise import NoiseDraw, applied, noise_sites
@@ -55,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def adapted(folder: Path, dtype: str) -> nn.Module:
-    base, _ = load_model(ModelConfig(path=str(folder), format="bf16", dtype=dtype, device="cpu"))
+def adapted(folder: Path, dtype: str, **model: Any) -> nn.Module:
+    base, _ = load_model(ModelConfig(path=str(folder), dtype=dtype, device="cpu", **{"format": "bf16"} | model))
     model = attach_lora(base, LoraConfig(r=4, alpha=6, rank_pattern={"k_proj": 3}), seed=0)
     scatter(model, seed=1)
     return model
@@ -332,3 +334,37 @@ def test_a_run_end_to_end_and_its_evaluation(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert [policy["sampled"]["num_problems"] for policy in summary["policies"]] == [4, 4]
+
+
+def test_an_nvfp4_folder_is_read_as_the_trainer_reads_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of vLLM's way but the product: Marlin's kernel is CUDA, so vLLM's own dequantisation stands in its place."""
+    linear = import_module("vllm.model_executor.kernels.linear")
+    utils = import_module("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
+    asked: list[torch.Size] = []
+
+    def product(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        asked.append(layer.weight.shape)
+        scales = (layer.weight_scale.data, layer.weight_global_scale)
+        weight = utils.dequantize_to_dtype(layer.weight.data, *scales, x.dtype, 16, swizzle=False)
+        return nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(linear.MarlinNvFp4LinearKernel, "is_supported", classmethod(lambda cls, cc=None: (True, None)))
+    monkeypatch.setattr(linear.MarlinNvFp4LinearKernel, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(linear.MarlinNvFp4LinearKernel, "apply_weights", product)
+    quantize_checkpoint(folder, tmp_path / "packed")
+    model, exact = (adapted(tmp_path / "packed", dtype, format="nvfp4") for dtype in ("bfloat16", "float32"))
+    unrounded = adapted(folder, "float32")
+    engine: Any = build_engine(model, eos_ids=EOS, config=CONFIG, max_prompt_length=64)
+    requests, strong = prompts(5, 33, samples=3), NoiseDraw(seed=3, step=5, sigma=0.3)
+    for draw in (None, strong):
+        report = engine.sync(draw)
+        assert report.num_live_adapters == 21 and report.num_noised_vectors == (0 if draw is None else 6)
+        groups = engine.generate(requests, AT_07)
+        gap = differences(exact, requests, groups, draw, 0.7).mean()
+        theirs, ours = (logprobs_of(m, requests, groups, draw) for m in (model, exact))
+        assert gap < 2 * (theirs - ours).abs().mean()
+        assert gap < differences(unrounded, requests, groups, draw, 0.7).mean() / 4
+        assert gap < differences(exact, requests, groups, draw, 0.7, adapters=False).mean() / 4
+    assert {shape[0] for shape in asked} == {160, 96, 320}  # q, k, v; o and down; gate, up

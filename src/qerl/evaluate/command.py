@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -147,6 +148,8 @@ def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | 
     name = model.path if adapter is None else f"{model.path} + {adapter}"
     with show_progress(f"{Path(model.path).name}, loading") as progress:
         policy = load_policy(model, adapter, progress)
+    if settings.rollout.engine == "vllm":
+        print("starting vLLM", file=sys.stderr, flush=True)
     engine = policy.build_engine(settings.rollout)
     if adapter is not None and engine.sync(None).num_live_adapters == 0:
         print(f"{adapter}: every B is zero, so this adapter changes nothing (it is as before training)")

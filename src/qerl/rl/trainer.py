@@ -132,6 +132,8 @@ class Trainer:
         if config.optimizer.gradient_checkpointing:
             recompute_layers(self.model, offload=config.optimizer.offload_activations)
         max_prompt_length = self._max_prompt_length()
+        if config.rollout.engine == "vllm":
+            self.display.message("starting vLLM")
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
         )
