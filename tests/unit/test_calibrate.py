@@ -350,6 +350,14 @@ def test_a_cut_goes_on_with_the_same_factors(bf16, text, tmp_path, monkeypatch):
         (["--scale", "weighted"], "name the text to weigh by"),
         (["--scale", "best"], "choose sweep, amax or weighted"),
         (["--calibrate", "TEXT", "--no-awq", "--scale", "sweep"], "--calibrate is of no use with --no-awq"),
+        (["--calibrate", "TEXT", "--format", "nf4"], "nf4 has no choice of scales to calibrate"),
+        (["--format", "bf16"], "--format bf16: choose nvfp4, mxfp4, nf4 or int4"),
+        (["--format", "nf4", "--scale", "amax"], "model.scale is a setting of nvfp4 and mxfp4 and int4, and"),
+        (
+            ["--format", "mxfp4", "--group-size", "64"],
+            'model.group_size is a setting of int4, and model.format = "mxfp4"',
+        ),
+        (["--format", "int4", "--group-size", "48"], "model.group_size: Input should be 32, 64 or 128 (got 48)"),
     ],
 )
 def test_options_that_contradict_each_other(bf16, text, tmp_path, options, message):
