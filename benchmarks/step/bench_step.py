@@ -3,8 +3,9 @@
     python benchmarks/step/bench_step.py [fit] [speed] [mfu] [endurance] [--models 7B 32B] [--time-limit 540]
 
     fit        models that have to fit a card: every part's peak beside its plan (`below_cap`, `parts`)
-    speed      seconds of a step over NVFP4, bf16 and NF4 bases, 8 completions x 2,048 tokens and 32 x 1,024; over NF4,
-               the slow one, completions end after 256 tokens (`new_tokens` of the record)
+    speed      seconds of a step over NVFP4, bf16 and NF4 bases, 8 completions x 2,048 tokens and 32 x 1,024, all with
+               the same settings: nothing is recomputed, since a large card has the memory (--set changes that); over
+               NF4, the slow one, completions end after 256 tokens (`new_tokens` of the record)
     mfu        the update of 2 x 16k tokens: its share of the card's measured bf16 rate
     endurance  300 steps of varying lengths: whether memory stays flat
 
@@ -60,9 +61,10 @@ CASES: dict[str, tuple[Case, ...]] = {
             completions=completions,
             new_tokens=new,
             stop_after=256 if format == "nf4" else None,
-            overrides=_tokens(completions * (256 + new) // 2),  # two micro-batches
+            overrides=("optimizer.gradient_checkpointing=false", *_tokens(sequences[new] * (256 + new))),
         )
-        for model in ("7B", "14B", "32B")
+        # Sequences of a micro-batch: as many as 141 GB hold beside a bf16 base.
+        for model, sequences in (("7B", {2048: 4, 1024: 8}), ("14B", {2048: 4, 1024: 8}), ("32B", {2048: 1, 1024: 3}))
         for completions, new in ((8, 2048), (32, 1024))
         for format in FORMATS
     ),
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help="these formats alone")
     parser.add_argument("--completions", nargs="+", type=int, metavar="N", help="cases of so many completions alone")
     parser.add_argument("--stop-after", type=int, metavar="TOKENS", help="end all completions after so many tokens")
+    parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="further settings of all runs")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="of all cases")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>.jsonl")
     parser.add_argument("--run", default="", help="a name for the records")
@@ -132,6 +135,7 @@ def jobs_of(kind: str, options: argparse.Namespace) -> list[Job]:
         cases = [case for case in cases if case.format != "nf4"]
     if options.stop_after is not None:
         cases = [replace(case, stop_after=min(options.stop_after, case.drawn_tokens)) for case in cases]
+    cases = [replace(case, overrides=(*case.overrides, *options.set)) for case in cases]
     if kind == "fit":
         return [Job((case,)) for case in cases]
     return [Job(tuple(of_model)) for _, of_model in groupby(cases, key=lambda case: case.model)]

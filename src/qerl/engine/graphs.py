@@ -3,10 +3,11 @@
     run(step, num_slots, pages) -> a step of the next bucket up: first eager, the second time captured, then replayed
 
 A step reads and writes tensors at fixed addresses only (runner.py), so one graph serves every step of its bucket:
-slots rounded up to a power of two, pages of context to a multiple of PAGES_STEP. The slots that a bucket has too many
-run on a spare page and leave no trace. Graphs belong to a runner, whose buffers, cache and sampling parameters are in
-them, and go when it goes: none can outlive what it reads. Without CUDA, steps run as they are, on exactly the slots in
-use.
+slots rounded up to a power of two, pages of context to one or to 1.5 of one. The slots that a bucket has too many
+run on a spare page and leave no trace; for pages past a sequence's end, attention starts programs that return at once.
+A capture takes as long as some twenty steps, and graphs are captured anew after every update: so there are few buckets.
+Graphs belong to a runner, whose buffers, cache and sampling parameters are in them, and go when it goes: none can
+outlive what it reads. Without CUDA, steps run as they are, on exactly the slots in use.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Callable
 import torch
 
 MIN_SLOTS = 8
-PAGES_STEP = 8
-"""Pages between two buckets: at 16 tokens a page, attention reads at most 127 tokens too many."""
+MIN_PAGES = 8
 
 Step = Callable[[int, int], None]
 """(slots, pages of context) -> nothing: advances the slots' state in place."""
@@ -38,7 +38,9 @@ class StepRunner:
         if not self._bucketed:
             return num_slots, pages
         slots = max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
-        return min(slots, self._max_slots), min(-(-pages // PAGES_STEP) * PAGES_STEP, self._max_pages)
+        whole = max(MIN_PAGES, 1 << (pages - 1).bit_length())
+        rung = whole * 3 // 4 if whole > MIN_PAGES and pages <= whole * 3 // 4 else whole
+        return min(slots, self._max_slots), min(rung, self._max_pages)
 
     def run(self, step: Step, num_slots: int, pages: int) -> None:
         """One decode step over at least these slots and pages.

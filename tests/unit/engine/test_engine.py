@@ -247,6 +247,14 @@ def test_slots_that_a_bucket_has_too_many_leave_no_trace(monkeypatch: pytest.Mon
     assert any(wanted[0] < run[0] for wanted, run in sizes)
 
 
+def test_few_buckets_hold_every_step() -> None:
+    steps = StepRunner(max_slots=12, max_pages=144, device=torch.device("cpu"), graphs=False)
+    steps._bucketed = True
+    sizes = [steps.bucket(9, pages) for pages in range(1, 145)]
+    assert all(pages <= run <= max(8, 1.5 * pages) and slots == 12 for pages, (slots, run) in enumerate(sizes, 1))
+    assert sorted({run for _, run in sizes}) == [8, 12, 16, 24, 32, 48, 64, 96, 128, 144]
+
+
 def test_every_eos_id_ends_a_completion() -> None:
     eos_ids = [3, 50, 90]
     engine = paged(policy("mistral"), eos_ids=eos_ids)
