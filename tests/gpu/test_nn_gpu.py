@@ -7,7 +7,7 @@ import torch
 
 from qerl.config import LoraConfig, ModelConfig
 from qerl.formats import nf4
-from qerl.kernels.coded import dequantize_by_bitsandbytes
+from qerl.kernels.coded import CodedWeight, coded_product, dequantize_by_bitsandbytes
 from qerl.nn.attention import Packing, attend_packed, packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.linear import PackedLinear
@@ -156,6 +156,15 @@ def test_bitsandbytes_dequantises_nf4_to_the_same_bits(double_quant):
     dequantize_by_bitsandbytes(codes, out[32:224])  # rows of a scratch buffer
     assert torch.equal(out[32:224], nf4.dequantize(codes, torch.bfloat16))
     assert out[:32].isnan().all() and out[224:].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 65])
+def test_products_of_nf4_are_those_of_the_dense_matrix(tokens):
+    pytest.importorskip("bitsandbytes")
+    weights = [CodedWeight(nf4.quantize(torch.randn(n, 512, device="cuda"))) for n in (256, 1024)]
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    dense = torch.cat([nf4.dequantize(w.codes) for w in weights])
+    close(coded_product(x, weights), x.float() @ dense.float().T, 1e-2)
 
 
 def test_offloaded_activations_give_the_same_gradients_and_less_memory():

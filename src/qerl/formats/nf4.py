@@ -129,7 +129,7 @@ def maxima(t: NF4Tensor) -> Float32[Tensor, " blocks"]:
     """Each block's absmax, as the values are scaled by."""
     if t.absmax_scale is None or t.offset is None:
         return t.absmax
-    values = _dynamic_values_on(t.absmax.device)[t.absmax.int()]
+    values = dynamic_values_on(t.absmax.device)[t.absmax.int()]
     return values * t.absmax_scale.repeat_interleave(ABSMAX_GROUP)[: values.numel()] + t.offset
 
 
@@ -153,7 +153,7 @@ def dynamic_values() -> Float32[Tensor, " 256"]:
 
 
 @cache
-def _dynamic_values_on(device: torch.device) -> Float32[Tensor, " 256"]:
+def dynamic_values_on(device: torch.device) -> Float32[Tensor, " 256"]:
     """Copied once: a CUDA graph cannot copy from the host."""
     return dynamic_values().to(device)
 

@@ -6,9 +6,10 @@
 W is rounded to x's dtype before the product, as bitsandbytes and others do it; packed formats (kernels/w4a16) enter
 exactly. Several weights that read the same input are one product: their rows follow each other in the buffer.
 
-A baseline's path: every product writes all of W in x's dtype and reads it again. On a GPU NF4 is dequantised by
-bitsandbytes where that is installed, so that QLoRA is compared at its own speed; else, as INT4, in a few PyTorch
-operations with float32 temporaries on the way. Works on any device and in CUDA graphs, under the scratch buffer's
+A baseline's path: every product writes all of W in x's dtype and reads it again. On a GPU and where bitsandbytes is
+installed, NF4 is its own, so that QLoRA is compared at its own speed: for few tokens its 4-bit product, which chooses
+between a kernel that reads the codes and a dense copy; for more its dequantisation. Else, as INT4, W is made in a few
+PyTorch operations with float32 temporaries on the way. Works on any device and in CUDA graphs, under the scratch buffer's
 rules. Neither function records a graph for autograd (nn/linear.py does); under torch.compile they break it.
 """
 
@@ -53,6 +54,10 @@ class CodedWeight:
         self.codes = self.codes._replace(**moved)
 
 
+FEW_TOKENS = 64
+"""Above that, bitsandbytes' product would make a dense copy of its own on the chips with the fastest memory."""
+
+
 @torch.compiler.disable()
 @torch.no_grad()
 def coded_product(
@@ -60,6 +65,10 @@ def coded_product(
 ) -> Float[Tensor, "*batch n"]:
     """x W^T + bias, in x's dtype, of all the weights' rows in order. ValueError: another K, or x on another device."""
     _check(x, weights[0].shape[1], weights)
+    if x.is_cuda and 0 < x.numel() <= FEW_TOKENS * x.shape[-1] and _has_product():
+        nf4_codes = [w.codes for w in weights if isinstance(w.codes, NF4Tensor)]
+        if len(nf4_codes) == len(weights):
+            return product_by_bitsandbytes(x, nf4_codes, bias)
     return F.linear(x, _dense(weights, x.dtype), bias)
 
 
@@ -91,6 +100,29 @@ def dequantize_by_bitsandbytes(codes: NF4Tensor, out: Float[Tensor, "n k"]) -> N
     assert library is not None
     packed, absmax = codes.packed.view(-1, 1), nf4.maxima(codes)
     library.dequantize_4bit(packed, absmax=absmax, out=out, blocksize=nf4.BLOCK, quant_type="nf4")
+
+
+def product_by_bitsandbytes(
+    x: Float[Tensor, "*batch k"], weights: Sequence[NF4Tensor], bias: Float[Tensor, " n"] | None
+) -> Float[Tensor, "*batch n"]:
+    """`coded_product` of NF4 by bitsandbytes' product; needs its version 0.50."""
+    rows = [len(codes.packed) for codes in weights]
+    biases = [None] * len(rows) if bias is None else bias.split(rows)
+    parts = []
+    for codes, of_rows in zip(weights, biases, strict=True):
+        maxima, options = codes.absmax, {"bias": of_rows}
+        if codes.absmax_scale is not None:  # the maxima are codes themselves
+            table = nf4.dynamic_values_on(x.device)
+            maxima = codes.absmax_scale
+            options |= {"absmax_8bit": codes.absmax, "absmax_code": table, "absmax_offset": codes.offset}
+        shape, product = [len(codes.packed), x.shape[-1]], torch.ops.bitsandbytes.gemm_4bit.default
+        parts.append(product(x, codes.packed.view(-1, 1), shape, maxima, nf4.BLOCK, "nf4", **options))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@cache
+def _has_product() -> bool:
+    return _bitsandbytes() is not None and hasattr(torch.ops.bitsandbytes, "gemm_4bit")
 
 
 @cache

@@ -7,6 +7,7 @@ import torch
 
 from qerl.formats import nf4
 from qerl.formats.nf4 import NF4_VALUES, NF4Tensor, dequantize, dynamic_values, maxima, quantize
+from qerl.kernels.coded import product_by_bitsandbytes
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 oracle = pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not installed")
@@ -177,3 +178,14 @@ def test_maxima_are_rounded_as_in_bitsandbytes_or_nearer():
     differ = ours.absmax != state.absmax
     assert differ.float().mean() < 5e-3
     assert ((maxima(ours) - exact).abs() <= (maxima(theirs) - exact).abs() + 1e-9).all()
+
+
+@oracle
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_a_product_by_bitsandbytes_is_that_of_the_dense_matrices(double_quant):
+    weights = [quantize(gaussian(n, 128, seed=n), double_quant=double_quant) for n in (64, 192)]
+    x, bias = gaussian(2, 3, 128), gaussian(256)
+    dense = torch.cat([dequantize(codes) for codes in weights])
+    torch.testing.assert_close(product_by_bitsandbytes(x, weights, bias), x @ dense.T + bias, rtol=1e-4, atol=1e-4)
+    one = product_by_bitsandbytes(x, weights[:1], None)
+    torch.testing.assert_close(one, x @ dense[:64].T, rtol=1e-4, atol=1e-4)
