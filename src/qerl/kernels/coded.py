@@ -9,8 +9,8 @@ exactly. Several weights that read the same input are one product: their rows fo
 A baseline's path: every product writes all of W in x's dtype and reads it again. On a GPU and where bitsandbytes is
 installed, NF4 is its own, so that QLoRA is compared at its own speed: for few tokens its 4-bit product, which chooses
 between a kernel that reads the codes and a dense copy; for more its dequantisation. Else, as INT4, W is made in a few
-PyTorch operations with float32 temporaries on the way. Works on any device and in CUDA graphs, under the scratch buffer's
-rules. Neither function records a graph for autograd (nn/linear.py does); under torch.compile they break it.
+PyTorch operations with float32 temporaries on the way. Works on any device and in CUDA graphs, under the scratch
+buffer's rules. Neither function records a graph for autograd (nn/linear.py does); under torch.compile they break it.
 """
 
 from __future__ import annotations
