@@ -25,7 +25,7 @@ test: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/with_vllm
+	.venv-vllm/bin/python -m pytest -m "not gpu" tests/with_vllm
 
 check: $(BIN)/.installed-dev lint
 	$(BIN)/python -m pytest -m "not gpu"

@@ -40,10 +40,8 @@ CONFIG = RolloutConfig(engine="vllm", max_completion_length=24, max_batch_size=6
 def write_model(kind: type[PreTrainedConfig], out: Path, **settings: Any) -> Path:
     """A folder with random weights, exact in bf16, of which logits depend on everything."""
     torch.manual_seed(0)
-    config = kind(
-        intermediate_size=160, vocab_size=264, max_position_embeddings=512, tie_word_embeddings=False,
-        eos_token_id=EOS, bos_token_id=None, pad_token_id=0, **settings,
-    )  # fmt: skip
+    sizes = {"intermediate_size": 160, "vocab_size": 264, "max_position_embeddings": 512} | settings
+    config = kind(tie_word_embeddings=False, eos_token_id=EOS, bos_token_id=None, pad_token_id=0, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(folder: Path, dtype: str, **model: Any) -> nn.Module:
-    base, _ = load_model(ModelConfig(path=str(folder), dtype=dtype, device="cpu", **{"format": "bf16"} | model))
+    settings = {"dtype": dtype, "device": "cpu", "format": "bf16"} | model
+    base, _ = load_model(ModelConfig(path=str(folder), **settings))
     model = attach_lora(base, LoraConfig(r=4, alpha=6, rank_pattern={"k_proj": 3}), seed=0)
     scatter(model, seed=1)
     return model
@@ -114,8 +113,8 @@ def logprobs_of(
     with applied(model, draw):
         for request, group in zip(requests, groups, strict=True):
             for c in group:
-                ids = torch.tensor([request.prompt_ids + c.token_ids])
-                logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].float() / temperature
+                ids = torch.tensor([request.prompt_ids + c.token_ids], device=next(model.parameters()).device)
+                logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].float().cpu() / temperature
                 found.append(logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None])[:, 0])
     return torch.cat(found)
 
@@ -391,3 +390,29 @@ def test_an_nvfp4_folder_is_read_as_the_trainer_reads_it(
         assert gap < differences(unrounded, requests, groups, draw, 0.7).mean() / 4
         assert gap < differences(exact, requests, groups, draw, 0.7, adapters=False).mean() / 4
     assert {shape[0] for shape in asked} == {160, 96, 320}  # q, k, v; o and down; gate, up
+
+
+@pytest.mark.gpu
+def test_marlin_and_sleep_mode(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    bf16 = write_model(LlamaConfig, tmp_path / "bf16", **heads, **sizes)
+    quantize_checkpoint(bf16, tmp_path / "packed")
+    model, exact = (
+        adapted(tmp_path / "packed", dtype, format="nvfp4", device="cuda") for dtype in ("bfloat16", "float32")
+    )
+    engine = build_engine(model, eos_ids=EOS, config=CONFIG, max_prompt_length=64)
+    requests, strong = prompts(5, 33, samples=3), NoiseDraw(seed=3, step=5, sigma=0.3)
+    for draw in (None, strong, None):
+        engine.wake()
+        engine.sync(draw)
+        groups = engine.generate(requests, AT_07)
+        gap = differences(exact, requests, groups, draw, 0.7).mean()
+        theirs, ours = (logprobs_of(m, requests, groups, draw) for m in (model, exact))
+        assert gap < 2 * (theirs - ours).abs().mean()
+        assert gap < differences(exact, requests, groups, draw, 0.7, adapters=False).mean() / 4
+        if draw is not None:
+            assert gap < differences(exact, requests, groups, None, 0.7).mean() / 4
+        held = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        assert torch.cuda.mem_get_info()[0] > held
