@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 import pytest
@@ -245,16 +244,6 @@ def test_the_kernel_survives_large_scores(device):
 
 
 @needs_triton
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_kernel_leaves_its_counters_at_zero(device):
-    from qerl.kernels.nvrtc import zeros
-
-    problem = Problem([700, 130, 5], group=4, device=device, dtype=torch.bfloat16)
-    problem.run(paged())
-    assert not zeros(problem.product.device).any()
-
-
-@needs_triton
 @outer_run
 def test_in_tritons_interpreter():
     run_interpreted(__file__)
@@ -263,17 +252,13 @@ def test_in_tritons_interpreter():
 @needs_triton
 @outer_run
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "group, head_dim, coded, norms", [(7, 128, False, False), (7, 64, False, True), (5, 128, True, False)]
-)
-def test_the_kernel_compiles(group, head_dim, coded, norms, capability, monkeypatch):
-    problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded, norms=norms)
-    (compiled,) = compile_launches(
-        capability, monkeypatch, lambda: problem.run(paged()), reads_ahead=["_attention_kernel"]
-    )
-    assert compiled.metadata.shared <= SHARED_MEMORY
-    assert "mma" in compiled.asm["ptx"] and re.search(r"atom\.\S*acq_rel", compiled.asm["ptx"])
-    assert ("e4m3x2" in compiled.asm["ptx"]) == (coded and capability >= 89)
+@pytest.mark.parametrize("group, head_dim, coded", [(7, 128, False), (7, 64, False), (5, 128, True)])
+def test_the_kernels_compile(group, head_dim, coded, capability, monkeypatch):
+    problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded)
+    _, split, join = compile_launches(capability, monkeypatch, lambda: problem.run(paged()))
+    assert max(split.metadata.shared, join.metadata.shared) <= SHARED_MEMORY
+    assert "mma" in split.asm["ptx"]
+    assert ("e4m3x2" in split.asm["ptx"]) == (coded and capability >= 89)
 
 
 @pytest.mark.parametrize("device", [GPU])

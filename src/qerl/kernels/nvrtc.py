@@ -366,8 +366,8 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-# More than any of our kernels starts blocks, or warps that share a tile, or has key heads; and two to tell by.
-_COUNTERS = (1 << 16) + 2
+# More than any of our kernels starts blocks, or warps that share a tile; and two to tell by.
+_COUNTERS = 4096 + 2
 _zeros: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 

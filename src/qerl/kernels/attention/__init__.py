@@ -14,13 +14,11 @@ bits depend on its own tokens alone, not on the rest of the batch or the width o
 runs.
 
     device, dtype, head_dim              path
-    CUDA, bf16, 16, 32, 64 or 128        paged.py: one Triton kernel, every byte of K and V read once
+    CUDA, bf16, 16, 32, 64 or 128        kernels/rope, then paged.py: Triton, every byte of K and V read once
     anything else                        kernels/rope, then reference.py: copies the pages (8-bit ones: in q's dtype),
                                          torch's attention
 
-Called by the engine's decode steps. The Triton kernel reads table, lengths and old rows while kernels before it run, so
-one that lets nobody start early must come between it and who writes them (overlap.py); the step's look-up of the
-embedding does. Leaves out prompts (many query tokens a sequence) and sliding windows.
+Called by the engine's decode steps. Leaves out prompts (many query tokens a sequence) and sliding windows.
 """
 
 from __future__ import annotations
