@@ -6,10 +6,9 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its 64 warps by chunks of 64
-// columns; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
-//
-// Few, small blocks: they find room beside the product's.
+// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its warps by steps; the sums of a
+// block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 32 tokens blocks are
+// small, and the product's leave room for one on each multiprocessor: both run side by side.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
@@ -19,7 +18,9 @@
 
 constexpr int THREADS = SLICES && TOKENS > 32 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS <= 32 ? 8 : TOKENS < 128 ? 16 : 32, AHEAD = 4;  // tokens of a cluster; steps loaded at a time
+constexpr int BATCH = TOKENS <= 32 ? 8 : TOKENS < 128 ? 16 : 32;  // tokens of a cluster
+// A step of K is 32 columns, or 64 of many tokens: so many 16-byte units of a row a lane. So many are loaded at a time.
+constexpr int UNITS = TOKENS < 128 ? 1 : 2, STEP = 32 * UNITS, AHEAD = 4 / UNITS;
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
@@ -66,32 +67,39 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
         const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
         float acc[BATCH / 8][4] = {};
-        // K is summed over: its order within 32 columns is free, and lane t takes 8 of them as they lie.
-        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 8 * t,
-                   *tokens = x + (size_t)(first_token + g) * k + 8 * t;
-        for (int step = rank * WARPS + warp; 32 * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
-            uint4 upper[AHEAD], lower[AHEAD], v[AHEAD][BATCH / 8];
+        // K is summed over: its order within a step is free, and lane t takes neighbouring columns.
+        const int first_column = 8 * UNITS * t;
+        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + first_column,
+                   *tokens = x + (size_t)(first_token + g) * k + first_column;
+        for (int step = rank * WARPS + warp; STEP * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
+            uint4 upper[AHEAD][UNITS], lower[AHEAD][UNITS], v[AHEAD][BATCH / 8][UNITS];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const int column = 32 * (step + i * CLUSTER * WARPS);
-                const bool valid = column + 8 * t < k;
-                const uint4 zero = make_uint4(0, 0, 0, 0);
-                upper[i] = valid ? load(rows + column) : zero;
-                lower[i] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
+            for (int i = 0; i < AHEAD; i++)
 #pragma unroll
-                for (int q = 0; q < BATCH / 8; q++)
-                    v[i][q] = valid && first_token + 8 * q + g < m ? load_fresh(tokens + (size_t)8 * q * k + column) : zero;
-            }
+                for (int h = 0; h < UNITS; h++) {
+                    const int column = STEP * (step + i * CLUSTER * WARPS) + 8 * h;
+                    const bool valid = first_column + column < k;
+                    const uint4 zero = make_uint4(0, 0, 0, 0);
+                    upper[i][h] = valid ? load(rows + column) : zero;
+                    lower[i][h] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                const uint32_t first[4] = {upper[i].x, lower[i].x, upper[i].y, lower[i].y};
-                const uint32_t second[4] = {upper[i].z, lower[i].z, upper[i].w, lower[i].w};
-#pragma unroll
-                for (int q = 0; q < BATCH / 8; q++) {
-                    mma(acc[q], first, v[i][q].x, v[i][q].y);
-                    mma(acc[q], second, v[i][q].z, v[i][q].w);
+                    for (int q = 0; q < BATCH / 8; q++)
+                        v[i][q][h] = valid && first_token + 8 * q + g < m
+                                         ? load_fresh(tokens + (size_t)8 * q * k + column)
+                                         : zero;
                 }
-            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+#pragma unroll
+                for (int h = 0; h < UNITS; h++) {
+                    const uint4 f = upper[i][h], f8 = lower[i][h];
+                    const uint32_t first[4] = {f.x, f8.x, f.y, f8.y}, second[4] = {f.z, f8.z, f.w, f8.w};
+#pragma unroll
+                    for (int q = 0; q < BATCH / 8; q++) {
+                        mma(acc[q], first, v[i][q][h].x, v[i][q][h].y);
+                        mma(acc[q], second, v[i][q][h].z, v[i][q][h].w);
+                    }
+                }
         }
 #pragma unroll
         for (int q = 0; q < BATCH / 8; q++)
