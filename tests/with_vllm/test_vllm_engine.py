@@ -252,6 +252,11 @@ def test_under_truncation_there_are_no_logprobs(engine: Engine) -> None:
     assert len({tuple(c.token_ids) for c in group}) == 1
 
 
+def test_noise_that_vllm_cannot_tell_apart_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="not one a prompt"):
+        engine.sync(NoiseDraw(seed=3, step=5, sigma=5e-2, per="prompt"))
+
+
 def test_requests_are_refused_before_any_work(engine: Engine) -> None:
     good = prompts(5)
     for request, why in (

@@ -166,6 +166,29 @@ def test_what_fails_under_noise_leaves_none(model: PreTrainedModel) -> None:
         llm.generate()
 
 
+def test_weights_that_come_late_and_go_early_meet_clean_norms(model: PreTrainedModel) -> None:
+    """As TRL's own generate has it in vLLM's sleep mode: it puts weights back, samples, and discards them."""
+    llm = LLM()
+    clean = llm.worker.weights()
+    norms = [norm.weight.data for norm in find_norms(llm.worker.model).values()]
+
+    def generate_of_trl() -> None:
+        for norm, weight in zip(norms, clean, strict=True):
+            norm.copy_(weight)
+        llm.generate()
+        assert_equal(llm.worker.weights(), clean)
+        for norm in norms:
+            norm.fill_(torch.nan)
+
+    callback = AQNCallback(SIGMA, SIGMA, 2, trainer=trainer("colocate", llm=llm))
+    begin(callback, model)
+    for stream in range(2):
+        generate_of_trl()
+        assert_equal(llm.seen[stream], expected(clean, 0, stream))
+        assert all(norm.isnan().all() for norm in norms)  # nothing was written into what sleeps
+    callback.remove()
+
+
 def test_processes_that_run_one_model_draw_the_same_noise(model: PreTrainedModel) -> None:
     seen = []
     for process in range(4):

@@ -98,7 +98,9 @@ class VLLMEngine:
 
     @torch.inference_mode()
     def sync(self, draw: NoiseDraw | None) -> SyncReport:
-        """See `Engine.sync`. The probe's numbers are log-probabilities of its tokens."""
+        """See `Engine.sync`. The probe's numbers are log-probabilities of its tokens. ValueError: noise by prompt."""
+        if draw is not None and draw.per != "rollout":
+            raise ValueError(f'vLLM has one noise for all tokens of a rollout, not one a {draw.per}: take "rollout"')
         self.wake()
         factors = adapter_factors(self._model)
         largest_b = [b.abs().amax().float() for _, b in factors.values()]
