@@ -67,7 +67,7 @@ class Variant(NamedTuple):
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        with_adapter = slices > 0 and self.tokens <= 32
+        with_adapter = slices > 0 and self.tokens <= 16
         first, registers, words = self._registers(_prepare_threads(0) * _BESIDE_PRODUCT[with_adapter])
         return {
             "TOKENS": self.tokens,
@@ -210,16 +210,16 @@ def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
 def prepare_defines(tokens: int, slices: int) -> dict[str, int]:
     """Of prepare.cu."""
     beside = _BESIDE_PRODUCT[slices > 0]
-    registers = beside if slices == 0 or tokens <= 32 else 112 if tokens < 128 else 144
+    registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 144
     return {"TOKENS": tokens, "SLICES": slices, "REGISTERS": registers, "E8M0": 0}
 
 
 def _prepare_threads(slices: int, tokens: int = 16) -> int:
-    return 256 if slices and tokens > 32 else 128
+    return 256 if slices and tokens > 16 else 128
 
 
 def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    batch = 8 if tokens <= 32 else 16 if tokens < 128 else 32
+    batch = 8 if tokens <= 16 else 16 if tokens < 128 else 32
     return slices * -(-m // batch) * _PREPARE_CLUSTER
 
 

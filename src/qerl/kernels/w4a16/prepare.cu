@@ -7,7 +7,7 @@
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
 // u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its warps by steps; the sums of a
-// block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 32 tokens blocks are
+// block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 16 tokens blocks are
 // small, and the product's leave room for one on each multiprocessor: both run side by side.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
@@ -16,9 +16,9 @@
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int THREADS = SLICES && TOKENS > 32 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
+constexpr int THREADS = SLICES && TOKENS > 16 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS <= 32 ? 8 : TOKENS < 128 ? 16 : 32;  // tokens of a cluster
+constexpr int BATCH = TOKENS <= 16 ? 8 : TOKENS < 128 ? 16 : 32;  // tokens of a cluster
 // A step of K is 32 columns, or 64 of many tokens: so many 16-byte units of a row a lane. So many are loaded at a time.
 constexpr int UNITS = TOKENS < 128 ? 1 : 2, STEP = 32 * UNITS, AHEAD = 4 / UNITS;
 
