@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -61,7 +60,7 @@ def test_pefts_layers_train_on_packed_weights():
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_trl_samples_with_the_engine(tmp_path):
-    trl = pytest.importorskip("trl", minversion="1.16")
+    trl, datasets = pytest.importorskip("trl", minversion="1.16"), pytest.importorskip("datasets")
     from qerl.engine.engine import PagedEngine
     from qerl.integrations.trl import EngineRollout
 
@@ -73,7 +72,9 @@ def test_trl_samples_with_the_engine(tmp_path):
             str(tmp_path), max_steps=2, per_device_train_batch_size=8, num_generations=4, max_completion_length=16,
             vllm_importance_sampling_mode="token_truncate", logging_steps=1, save_strategy="no", report_to="none",
         ),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}]} for i in range(8)]),
+        train_dataset=datasets.Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": f"{i}+{i}=?"}]} for i in range(8)]
+        ),
         processing_class=AutoTokenizer.from_pretrained(EMBEDDED),
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
         rollout_func=rollout,
