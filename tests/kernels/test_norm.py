@@ -118,6 +118,26 @@ def test_the_kernel_compiles(gains, capability, monkeypatch):
     assert "st.global.v4" in forward.asm["ptx"] and "st.global.v4" in backward.asm["ptx"]
 
 
+@needs_triton
+@outer_run
+def test_behind_a_new_gain_nothing_overlaps(monkeypatch):
+    """What the kernel right before has written is sure to be there only behind a wait; the gain is read ahead of it."""
+    from qerl.kernels.norm import add_rms_norm
+
+    launches: list[dict[str, object]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **options: launches.append(options)
+
+    monkeypatch.setattr(add_rms_norm, "_add_rms_norm_kernel", Recorder())
+    monkeypatch.setattr(add_rms_norm, "overlaps", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    x, delta, gain, _ = problem(8, 64, "shared")
+    for new_gain in (False, True):
+        add_rms_norm.add_rms_norm_bf16_(x, delta, gain, EPS, new_gain=new_gain)
+    assert [(of["OVERLAP"], of.get("launch_pdl", False)) for of in launches] == [(True, True), (False, False)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_in_a_graph_the_kernel_waits_for_a_copy():

@@ -6,9 +6,9 @@
 What a start costs (about a microsecond, of two that a small kernel takes) then passes beside the kernel before, and the
 weights that w4a16 loads before its own wait come while the small kernels between two products run. It is safe since
 each kernel waits for its predecessor before it reads or writes anything: what is complete for one is for all that
-follow. What no kernel since the last one that lets nobody start early has written may be read ahead of the wait, too
-(a norm's gain, earlier tokens' keys and values), so long as some program of every launch waits. Behind what lets nobody
-start early (torch's own kernels, a copy, an event of another stream) a kernel starts when that is over.
+follow. Behind what lets nobody start early (torch's own kernels, a copy, an event of another stream) a kernel starts
+when all blocks of that have ended, but what they wrote is sure to be there only after the wait. So what may be read
+ahead of the wait (a norm's gain) was written before the last kernel that lets nobody start early, and not by it.
 
 sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
 """

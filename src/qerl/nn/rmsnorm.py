@@ -72,7 +72,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, noise: Tensor | None, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, noise, index)
         ctx.eps = eps
-        return add_rms_norm_(x.reshape(-1, x.shape[-1]), None, _gain(weight, noise), eps, index).view(x.shape)
+        tokens, gain = x.reshape(-1, x.shape[-1]), _gain(weight, noise)
+        return add_rms_norm_(tokens, None, gain, eps, index, new_gain=noise is not None).view(x.shape)
 
     @staticmethod
     @once_differentiable

@@ -113,6 +113,21 @@ def test_recomputation_sees_the_noise_of_its_time():
         gradient(True, keep=False)
 
 
+def test_a_sum_of_weight_and_noise_is_a_new_gain(monkeypatch):
+    """The norm's kernel follows at once, and must not read the sum before it is there."""
+    from qerl.nn import rmsnorm
+
+    seen, real = [], rmsnorm.add_rms_norm_
+    monkeypatch.setattr(
+        rmsnorm, "add_rms_norm_", lambda *args, new_gain: seen.append(new_gain) or real(*args, new_gain=new_gain)
+    )
+    x, norm = problem(3, 16)
+    norm(x)
+    norm.noise = NoiseRows(torch.zeros(1, 16), None)
+    norm(x)
+    assert seen == [False, True]
+
+
 def test_rows_and_tokens_must_agree():
     x, norm = problem(6, 16)
     norm.noise = NoiseRows(torch.zeros(2, 16), None)

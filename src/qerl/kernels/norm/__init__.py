@@ -12,8 +12,8 @@ t for token t, or row index[t]. Rows of all arguments may be far apart. A token'
     anything else           reference.py
 
 Called by the engine's decoder and by nn/rmsnorm.py. The Triton kernel reads gain and index while kernels before it run:
-neither may come from one of the kernels that overlap (overlap.py). Leaves out the gain's gradient (nn/rmsnorm.py) and
-norms of heads (kernels/rope).
+neither may come from one of the kernels that overlap (overlap.py), and a gain from the kernel right before needs
+`new_gain`. Leaves out the gain's gradient (nn/rmsnorm.py) and norms of heads (kernels/rope).
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ def add_rms_norm_(
     gain: Float32[Tensor, "*rows h"],
     eps: float,
     index: Int64[Tensor, " t"] | None = None,
+    *,
+    new_gain: bool = False,
 ) -> Float[Tensor, "t h"]:
-    """Add `delta` to x in place; the norm of the sum. gain is [h], [1, h], [t, h], or the rows that `index` names."""
+    """Add `delta` to x in place; the norm of the sum. gain is [h], [1, h], [t, h], or the rows that `index` names.
+
+    new_gain: the kernel right before may have written it, so that one has to be over before anything is read.
+    """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_  # Triton is there where CUDA is
 
-        return add_rms_norm_bf16_(x, delta, gain, eps, index)
+        return add_rms_norm_bf16_(x, delta, gain, eps, index, new_gain=new_gain)
     return add_rms_norm_reference_(x, delta, gain, eps, index)
 
 

@@ -1,7 +1,8 @@
 """Triton kernel: one program adds and normalises one token, whose whole row it holds.
 
 Overlap (kernels/overlap.py): gain and index are read while the kernel before runs. No kernel that overlaps writes them;
-and a gain comes from memory, where x and delta are in the cache.
+and a gain comes from memory, where x and delta are in the cache. What the kernel right before has written is there only
+behind the wait, even where that kernel lets nobody start early: behind a new gain this one does not overlap.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def add_rms_norm_bf16_(
     gain: Float32[Tensor, "*rows h"],
     eps: float,
     index: Int64[Tensor, " t"] | None = None,
+    *,
+    new_gain: bool = False,
 ) -> Float[Tensor, "t h"]:
     """`add_rms_norm_` on one CUDA device; all rows contiguous."""
     tokens, h = x.shape
@@ -35,6 +38,7 @@ def add_rms_norm_bf16_(
     warps = min(max(width // 256, 4), 16)  # 8 columns a thread, up to 4,096
     sizes: Any = {"H": h, "WIDTH": width, "num_warps": warps}
     which: Any = {"ADD": delta is not None, "INDEXED": index is not None}
+    overlap: Any = {"OVERLAP": False} if new_gain else overlaps(x.device)
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(tokens,)](
             x,
@@ -48,7 +52,7 @@ def add_rms_norm_bf16_(
             0 if len(rows) == 1 else rows.stride(0),
             **sizes,
             **which,
-            **overlaps(x.device),
+            **overlap,
         )
     return out
 
