@@ -10,6 +10,7 @@ from emulation import EmulatedKernel, emulation
 from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random_adapter, random_weight, whole
 
 from qerl.formats import mxfp4
+from qerl.kernels import nvrtc
 from qerl.kernels.layout import pack
 from qerl.kernels.w4a16 import hopper
 from qerl.kernels.w4a16.hopper import VARIANTS, w4a16_hopper
@@ -39,7 +40,7 @@ def emulate(monkeypatch):
         counters = torch.zeros(4096, dtype=torch.int32)
         monkeypatch.setattr(hopper, "kernel", kernel)
         monkeypatch.setattr(hopper, "multiprocessors", lambda _: multiprocessors)
-        monkeypatch.setattr(hopper, "zeros", lambda _: counters)
+        monkeypatch.setattr(hopper, "stream_counters", lambda _: counters)
         monkeypatch.setattr(hopper, "_shared", lambda waves, chunks: waves)  # so that small products share, too
         return counters
 
@@ -71,6 +72,24 @@ def test_the_highest_rank(emulate, m):
     emulate(2)
     weight, x = random_weight((300, 16), 80), whole(m, 80).bfloat16()
     adapter = random_adapter(weight, 64)
+    check(w4a16_hopper(x, weight, None, adapter), x, weight, None, adapter)
+
+
+def test_a_product_that_was_broken_off_leaves_nothing_to_the_next(emulate, monkeypatch):
+    """An interrupt between the two kernels: the first has counted, the second does not come to take that back."""
+    emulate(1)
+    monkeypatch.setattr(hopper, "stream_counters", nvrtc.stream_counters)
+    weight, x = random_weight((96,), 80), whole(12, 80).bfloat16()
+    adapter, launch = random_adapter(weight, 20), EmulatedKernel.launch
+
+    def interrupted(kernel, *args, **more):
+        if kernel.run.__name__ == "run_w4a16_hopper":
+            raise KeyboardInterrupt
+        launch(kernel, *args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EmulatedKernel, "launch", interrupted)
+        w4a16_hopper(x, weight, None, adapter)
     check(w4a16_hopper(x, weight, None, adapter), x, weight, None, adapter)
 
 

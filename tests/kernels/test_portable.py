@@ -9,8 +9,9 @@ from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random
 
 from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor
+from qerl.kernels import nvrtc
 from qerl.kernels.layout import ScaleFormat, pack
-from qerl.kernels.w4a16 import portable
+from qerl.kernels.w4a16 import hopper, portable
 from qerl.kernels.w4a16.portable import VARIANTS, Variant, w4a16_portable
 
 
@@ -29,7 +30,7 @@ def emulate(monkeypatch):
         monkeypatch.setattr(portable, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(portable, "shared_memory", lambda _: shared_memory)
         monkeypatch.setattr(portable, "_has_overlap", lambda _: False)
-        monkeypatch.setattr(portable, "zeros", lambda _: counters)
+        monkeypatch.setattr(portable, "stream_counters", lambda _: counters)
         monkeypatch.setattr(portable, "_kernel", kernel)
         return counters
 
@@ -52,6 +53,48 @@ def test_product(emulate, m, multiprocessors):
         y = w4a16_portable(x, weight, bias, adapter)
         check(y, x, weight, bias, adapter)
         assert not counters.any()
+
+
+@pytest.fixture
+def beside(emulate, monkeypatch):
+    """`emulate` on a chip where prepare.cu computes u, beside the product."""
+
+    def prepare(source, name, defines, signature, device, *, cluster):
+        return EmulatedKernel(emulation(source, defines, f"RUN({name})", "unused"), name, signature, False, cluster)
+
+    monkeypatch.setattr(portable, "_has_clusters", lambda _: True)
+    monkeypatch.setattr(hopper, "kernel", prepare)
+    return emulate
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+@pytest.mark.parametrize("m", [1, 8])
+def test_an_adapter_beside_the_product(beside, m, multiprocessors):
+    """x is waited for by a count, which is taken back: with x that stays, and from registers."""
+    for variant in (portable._BESIDE_ADAPTER, portable._LITTLE_WORK):
+        counters = beside(multiprocessors)
+        weight, x = random_weight((8, 136, 128), 528), whole(m, 528, seed=m).bfloat16()
+        adapter = random_adapter(weight, 20)
+        check(w4a16_portable(x, weight, None, adapter, variant), x, weight, None, adapter)
+        assert not counters.any()
+
+
+def test_a_product_that_was_broken_off_leaves_nothing_to_the_next(beside, monkeypatch):
+    """An interrupt between the two kernels: the first has counted, the second does not come to take that back."""
+    beside(2)
+    monkeypatch.setattr(portable, "stream_counters", nvrtc.stream_counters)
+    weight, x = random_weight((96,), 80), whole(3, 80).bfloat16()
+    adapter, launch = random_adapter(weight, 20), EmulatedKernel.launch
+
+    def interrupted(kernel: EmulatedKernel, *args: object, **more: object) -> None:
+        if kernel.run.__name__ == "run_w4a16":
+            raise KeyboardInterrupt
+        launch(kernel, *args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EmulatedKernel, "launch", interrupted)
+        w4a16_portable(x, weight, None, adapter)
+    check(w4a16_portable(x, weight, None, adapter), x, weight, None, adapter)
 
 
 @pytest.mark.parametrize("m", [3, 16])

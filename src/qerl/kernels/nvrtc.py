@@ -367,12 +367,12 @@ def aligned(x: Tensor) -> Tensor:
 
 
 # More than any of our kernels starts blocks, or warps that share a tile; and two to tell by.
-_COUNTERS = 4096 + 2
-_zeros: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
+_NUM_COUNTERS = 4096 + 2
+_counters: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 
-def zeros(device: torch.device) -> Tensor:
-    """int32 zeros for kernels that count their blocks, and leave zeros again.
+def stream_counters(device: torch.device) -> Tensor:
+    """int32 zeros for kernels of the current stream that count their blocks, and leave zeros again.
 
     Kernels on one stream follow each other and share them; each stream has its own. So has each stream of each graph
     capture: graphs captured on one stream may be replayed on several at once. There the zeroing is part of the graph,
@@ -382,8 +382,13 @@ def zeros(device: torch.device) -> Tensor:
     stream = current_stream(device.index) if device.type == "cuda" else 0
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     capture = capture_id(stream) if capturing else 0
-    number, counters = _zeros.get((device, stream, capturing), (-1, None))
+    number, counters = _counters.get((device, stream, capturing), (-1, None))
     if counters is None or number != capture:
-        counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        _zeros[device, stream, capturing] = capture, counters
+        counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+        _counters[device, stream, capturing] = capture, counters
     return counters
+
+
+def forget_counters() -> None:
+    """Let every stream have new ones: a kernel may have counted in these for one that was not launched after it."""
+    _counters.clear()

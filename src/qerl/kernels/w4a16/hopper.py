@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, zeros
+from qerl.kernels.nvrtc import Kernel, aligned, forget_counters, kernel, multiprocessors, stream_counters
 
 _FOLDER = Path(__file__).parent
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
@@ -150,30 +150,34 @@ def w4a16_hopper(
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    counters = zeros(x.device) if launch.sharers else 0
-    x_there = x_there_of(zeros(x.device)) if slices else 0
+    counters = stream_counters(x.device) if launch.sharers else 0
+    x_there = x_there_of(stream_counters(x.device)) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
     a, b, scaling = (0, 0, 0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
     chunks = plan.steps * _STEP_CHUNKS
-    plan.prepare.launch(
-        (launch.prepare_blocks, 1, 1), _prepare_threads(slices, plan.variant.tokens), 0,
-        (
-            x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
-            launch.pieces, x_there,
-        ),
-        overlap=True,
-    )  # fmt: skip
-    plan.product.launch(
-        (launch.blocks, 1, 1), plan.variant.threads, plan.variant.stages * plan.variant.stage_bytes + 1024,
-        (
-            plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
-            partial, counters, x_there, launch.tile_blocks, m, plan.n, plan.supertiles, plan.chunks,
-            launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
-        ),
-        overlap=True,
-    )  # fmt: skip
+    try:
+        plan.prepare.launch(
+            (launch.prepare_blocks, 1, 1), _prepare_threads(slices, plan.variant.tokens), 0,
+            (
+                x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
+                launch.pieces, x_there,
+            ),
+            overlap=True,
+        )  # fmt: skip
+        plan.product.launch(
+            (launch.blocks, 1, 1), plan.variant.threads, plan.variant.stages * plan.variant.stage_bytes + 1024,
+            (
+                plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
+                partial, counters, x_there, launch.tile_blocks, m, plan.n, plan.supertiles, plan.chunks,
+                launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
+            ),
+            overlap=True,
+        )  # fmt: skip
+    except BaseException:  # an interrupt, say: the product that takes the first kernel's count back may not come
+        forget_counters()
+        raise
     return y
 
 

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
-from qerl.kernels.nvrtc import Kernel, aligned, kernel, multiprocessors, shared_memory, zeros
+from qerl.kernels.nvrtc import (
+    Kernel,
+    aligned,
+    forget_counters,
+    kernel,
+    multiprocessors,
+    shared_memory,
+    stream_counters,
+)
 from qerl.kernels.w4a16 import hopper
 
 SOURCE = Path(__file__).with_name("portable.cu")
@@ -144,23 +152,27 @@ def w4a16_portable(
     partial = counters = u = b = parts = rank = x_there = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
-        counters = zeros(x.device)[: 2 * _MAX_BLOCKS]
-    if adapter is not None:
-        if _has_clusters(x.device):
-            x_there = hopper.x_there_of(zeros(x.device))
-            u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_there)
-        else:
-            u = _adapter_input(x, adapter, plan.variant)
-        b = adapter.b
-        parts, rank, _ = adapter.a.shape
-    plan.kernel.launch(
-        (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
-        (
-            plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b, partial,
-            counters, x_there, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
-        ),
-        overlap=plan.overlap,
-    )  # fmt: skip
+        counters = stream_counters(x.device)[: 2 * _MAX_BLOCKS]
+    try:
+        if adapter is not None:
+            if _has_clusters(x.device):
+                x_there = hopper.x_there_of(stream_counters(x.device))
+                u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_there)
+            else:
+                u = _adapter_input(x, adapter, plan.variant)
+            b = adapter.b
+            parts, rank, _ = adapter.a.shape
+        plan.kernel.launch(
+            (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
+            (
+                plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b,
+                partial, counters, x_there, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
+            ),
+            overlap=plan.overlap,
+        )  # fmt: skip
+    except BaseException:  # an interrupt, say: the product that takes the first kernel's count back may not come
+        forget_counters()
+        raise
     return y
 
 
@@ -219,7 +231,7 @@ def _adapter_input(
     shape = (-(-m // variant.tokens), parts, rank // SLICE, variant.tokens, SLICE)
     u = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(2 * blocks * _ADAPTER_THREADS * 4, dtype=torch.float32, device=x.device)
-    counters = zeros(x.device)[2 * _MAX_BLOCKS :]  # the product may start meanwhile, and has its own
+    counters = stream_counters(x.device)[2 * _MAX_BLOCKS :]  # the product may start meanwhile, and has its own
     _kernel("adapter_input", variant, "e4m3", x.device).launch(  # it is the same for every format of the weights
         (blocks, 1, 1),
         _ADAPTER_THREADS,
