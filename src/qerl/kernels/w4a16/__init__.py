@@ -15,7 +15,7 @@ Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + 
     CUDA sm_90, bf16              9 .. 1k  hopper.py: wgmma on the packed codes
     CUDA from sm_80, bf16         1 .. 1k  portable.py: mma.sync on the packed codes
     CUDA from sm_80, bf16         more     dense.py: kernels/dequant into the scratch buffer, then cuBLAS
-    anything else                          reference.py: in float32
+    anything else                          reference.py: in float32; on a GPU with a warning, once
 
 `_product` chooses. The gradient always goes through the scratch buffer: training has many tokens.
 
@@ -122,25 +122,31 @@ def _fused(device: torch.device) -> tuple[tuple[int, Product], ...]:
     """(fewest tokens, fused product) for a GPU; none where there is no compiler, or none for its capability."""
     capability = torch.cuda.get_device_capability(device)
     found = tuple((fewest, product) for low, high, fewest, product in _FUSED if low <= capability <= high)
+    missing = None if found else f"no kernel is for compute capability {capability[0]}.{capability[1]}"
     try:
-        if found:
-            compiler_version()
+        compiler_version()
     except CompilerMissing as error:
-        logger.warning("packed products go through a dense copy of each weight, slowly: %s", error)
+        missing = str(error)
+    if missing is not None:
+        logger.warning("packed products go through a dense copy of each weight, slowly: %s", missing)
         return ()
     return found
 
 
 def _on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype == torch.bfloat16 and _has_bf16(device)
+    return device.type == "cuda" and _has_kernels(device, dtype)
 
 
 @cache
-def _has_bf16(device: torch.device) -> bool:
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         logger.warning("%s has compute capability %d.%d: packed products run in float32, slowly", device, *capability)
-    return capability >= (8, 0)
+    elif dtype != torch.bfloat16:
+        logger.warning(
+            "activations are %s: packed products run in float32, slowly; bfloat16 (model.dtype) has kernels", dtype
+        )
+    return capability >= (8, 0) and dtype == torch.bfloat16
 
 
 def _check(x: Tensor, size: int, weight: PackedWeight) -> None:
