@@ -99,8 +99,8 @@ class PagedEngine:
             self._decoder = decoder = Decoder(
                 model, batch_invariant=config.batch_invariant, packs_head=config.head_format == "nvfp4"
             )
-        if config.batch_invariant and decoder.device.type == "cuda":
-            _check_has_kernel(decoder.dtype, decoder.head_dim)
+        if decoder.device.type == "cuda":
+            _check_attention(decoder.dtype, decoder.head_dim, batch_invariant=config.batch_invariant)
         self._fp8 = config.kv_cache_dtype == "fp8"
         of_token = token_bytes(decoder.kv_heads, decoder.head_dim, decoder.dtype.itemsize, fp8=self._fp8)
         self._page_bytes, self._total_bytes = decoder.num_layers * PAGE_SIZE * of_token, total_bytes(decoder.device)
@@ -306,10 +306,17 @@ def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]
     return list(zip(drafts, completions, strict=True))
 
 
-def _check_has_kernel(dtype: torch.dtype, head_dim: int) -> None:
-    """ValueError where decode attention on a GPU would not be the kernel, whose bits depend on one sequence only."""
-    if dtype != torch.bfloat16 or head_dim not in HEAD_DIMS:
+def _check_attention(dtype: torch.dtype, head_dim: int, *, batch_invariant: bool) -> None:
+    """A warning where decode attention on a GPU is not the kernel; ValueError where bits must not depend on a batch."""
+    if dtype == torch.bfloat16 and head_dim in HEAD_DIMS:
+        return
+    if batch_invariant:
         raise ValueError(
             f"rollout.batch_invariant on a GPU needs bfloat16 and heads of {HEAD_DIMS}, the model has {dtype} and "
             f'heads of {head_dim}: set model.dtype = "bfloat16", or rollout.batch_invariant = false'
         )
+    logger.warning(
+        "decode attention has no kernel for %s and heads of %d: it copies the pages that it reads, slowly",
+        dtype,
+        head_dim,
+    )

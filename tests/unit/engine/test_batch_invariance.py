@@ -8,7 +8,7 @@ from tiny_policies import gap, policy, requests
 
 from qerl.config import RolloutConfig
 from qerl.engine.blocks import BLOCK, in_blocks
-from qerl.engine.engine import build_engine
+from qerl.engine.engine import _check_attention, build_engine
 from qerl.engine.scheduler import Scheduler
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
@@ -77,6 +77,19 @@ def test_blocks_have_one_size_and_keep_the_rows(rows: int) -> None:
     double, positive = in_blocks(function, x)
     assert torch.equal(double, 2 * x) and torch.equal(positive, x[:, :1] > 0)
     assert sizes == [BLOCK] * -(-rows // BLOCK)
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 128), (torch.bfloat16, 96)])
+def test_attention_without_a_kernel_is_told_and_refused(dtype: torch.dtype, head_dim: int, caplog) -> None:
+    """Of a GPU: torch's attention sums in an order that depends on the batch, and is slow."""
+    _check_attention(torch.bfloat16, 128, batch_invariant=True)
+    assert not caplog.messages
+    _check_attention(dtype, head_dim, batch_invariant=False)
+    assert caplog.messages == [
+        f"decode attention has no kernel for {dtype} and heads of {head_dim}: it copies the pages that it reads, slowly"
+    ]
+    with pytest.raises(ValueError, match=rf"needs bfloat16 .* {dtype} and heads of {head_dim}: set model\.dtype"):
+        _check_attention(dtype, head_dim, batch_invariant=True)
 
 
 def test_the_slow_engine_refuses_it() -> None:
