@@ -177,9 +177,9 @@ def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | 
 
     rollout = settings.rollout
     how = {
-        "model": model.model_dump(),
+        "model": model.model_dump(mode="json"),
         "adapter": None if adapter is None else str(adapter),
-        "task": settings.task.model_dump(),
+        "task": settings.task.model_dump(mode="json"),
         "sampling": {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k", "min_p")},
         "max_new_tokens": rollout.max_completion_length,
         "max_batch_size": rollout.max_batch_size,

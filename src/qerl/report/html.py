@@ -188,7 +188,7 @@ def _config(runs: Sequence[Run]) -> str:
     flat = [_flatten(run.config) for run in runs]
     if not any(flat):
         return "<p>There is no run.json in the folder: the config is not known.</p>"
-    defaults = _flatten(RunConfig().model_dump())
+    defaults = _flatten(RunConfig().model_dump(mode="json"))
     rows = []
     for key in dict.fromkeys(key for settings in flat for key in settings):
         values = [settings.get(key) for settings in flat]

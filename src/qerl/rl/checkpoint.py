@@ -74,16 +74,16 @@ def save_checkpoint(
         **state,
         "python_random": random.getstate(),
         "numpy_random": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
-        "config": config.model_dump(),
+        "config": config.model_dump(mode="json"),
     }
     (staging / "state.json").write_text(json.dumps(record, indent=1))
-    for path in [p for p in staging.rglob("*") if p.is_file()]:
+    for path in [*staging.rglob("*"), staging]:
         flush(path)
     staging.rename(target)
     flush(root)
     for old in list_checkpoints(output_dir)[: -config.keep_checkpoints]:
-        shutil.rmtree(old)
-    for leftover in root.glob(".step-*.tmp"):  # of a run that was killed while it wrote
+        old.rename(root / f".{old.name}.{os.getpid()}.tmp")  # half removed, it has not the name of a whole one
+    for leftover in root.glob(".step-*.tmp"):  # also of a run that was killed while it wrote or removed one
         shutil.rmtree(leftover, ignore_errors=True)
     return target
 
@@ -109,7 +109,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def check_same_run(state: dict[str, Any], config: RunConfig, folder: Path) -> None:
     """Refuse to go on with settings that would have given another run; ValueError lists them."""
-    old, new = _flatten(state["config"]), _flatten(config.model_dump())
+    old, new = _flatten(state["config"]), _flatten(config.model_dump(mode="json"))
     changed = [
         key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in FREE_SETTINGS
     ]

@@ -51,8 +51,10 @@ class RunLog:
             except metadata.PackageNotFoundError:  # triton on a machine without it, vLLM
                 continue
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}"
-        record = {"config": config.model_dump(), "versions": versions, "device": name}
-        (self.output_dir / "run.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        record = {"config": config.model_dump(mode="json"), "versions": versions, "device": name}
+        staging = self.output_dir / "run.tmp"
+        staging.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        staging.replace(self.output_dir / "run.json")  # whole at any time: --resume and `qerl report` read it
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """One line; a NaN or infinite value is written as null, since JSON has neither."""
