@@ -3,7 +3,9 @@
     describe("rewards/format/mean") -> Metric(name="rewards/{function}/mean", unit="reward", meaning=...)
 
 Names are TRL's where the meaning is TRL's (`trl=True`). `{function}` in a name stands for a reward function's name.
-A step's metrics describe its rollout and all its updates; step 0 holds the evaluation before training.
+A step's metrics describe its rollout and all its updates; step 0 holds the evaluation before training. Those of the
+rollout are over all groups that were sampled, under dynamic sampling too, where some are not trained on; rewards are
+what advantages are computed from, after the soft overlong punishment.
 """
 
 from __future__ import annotations

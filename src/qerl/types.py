@@ -104,6 +104,7 @@ class RolloutGroup:
     texts: list[str]
     """Decoded completions, as the reward functions saw them."""
     rewards: list[float]
-    """Weighted sum of the reward functions, one a completion; NaN where none of them could score it."""
+    """Weighted sum of the reward functions, less the soft overlong punishment, one a completion; NaN where none of the
+    functions could score it."""
     reward_parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """Each reward function's own values; NaN where it returned None."""

@@ -52,7 +52,16 @@ def test_dynamic_sampling_that_finds_nothing_goes_on(rewards, tmp_path):
     rows, _ = train(tmp_path / "run", f'rewards.functions=["{rewards}:same"]', "loss.dynamic_sampling=true", "steps=2")
     for row in rows:
         assert row["groups/missing"] == 2 and row["groups/rounds"] == 4 and row["groups/sampled"] == 8
-        assert row["num_updates"] == 0
+        assert row["num_updates"] == 0 and row["learning_rate"] is None
+        assert row["reward"] == 1 and row["completions/mean_length"] > 0  # of what was sampled, though none is kept
+    assert len((tmp_path / "run" / "completions.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_step_that_trains_on_no_token_is_no_divergence(tmp_path):
+    settings = ["rollout.max_completion_length=2", "loss.mask_truncated_completions=true"]
+    rows, said = train(tmp_path / "run", *settings, "noise.on_divergence=disable_noise")
+    assert all(row["completions/clipped_ratio"] == 1 and "mismatch_kl" not in row for row in rows)
+    assert rows[-1]["noise/sigma"] > 0 and "divergence" not in said
 
 
 def test_completions_without_a_reward_are_counted_and_left_out(rewards, tmp_path):

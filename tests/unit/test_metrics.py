@@ -19,7 +19,7 @@ from qerl.live import BLOCKS
 from qerl.metrics import METRICS, check_names, describe
 from qerl.report.panels import PANELS
 from qerl.rl.loss import LossSums
-from qerl.rl.rollout import RolloutStats
+from qerl.rl.rollout import Rollout
 from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.tasks import load_task
 from qerl.types import Completion, RolloutGroup
@@ -84,8 +84,8 @@ def test_every_metric_of_a_rollout_has_a_row():
         rewards=[0.0, 1.0],
         reward_parts={"format": [0.0, 1.0]},
     )
-    stats = RolloutStats(num_sampled_groups=1, num_rounds=1, num_new_tokens=2, reward_failures={"format": 0})
-    check_names(rollout_metrics([group], stats, task))
+    rollout = Rollout([group], [group], num_rounds=1, reward_failures={"format": 0})
+    check_names(rollout_metrics(rollout, task))
 
 
 def test_every_metric_of_an_update_has_a_row():

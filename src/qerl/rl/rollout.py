@@ -77,16 +77,25 @@ class PromptStream:
 
 
 @dataclass
-class RolloutStats:
-    """What happened while a step's groups were collected."""
+class Rollout:
+    """What a step has sampled, and what it trains on."""
 
-    num_sampled_groups: int = 0
+    groups: list[RolloutGroup] = field(default_factory=list)
+    """To train on: all that were sampled or, under dynamic sampling, those whose rewards differ."""
+    sampled: list[RolloutGroup] = field(default_factory=list)
+    """All that were sampled, those that gave way to others included."""
     num_zero_variance_groups: int = 0
+    """Of the sampled groups: those whose rewards are all equal."""
     num_missing_groups: int = 0
+    """Short of `prompts_per_step` after the last round."""
     num_rounds: int = 0
-    num_new_tokens: int = 0
     reward_failures: dict[str, int] = field(default_factory=dict)
-    """By reward function: completions that it could not score (raised, None, NaN, infinite)."""
+    """By reward function: sampled completions that it could not score (raised, None, NaN, infinite)."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Of all sampled completions."""
+        return sum(len(c.token_ids) for group in self.sampled for c in group.completions)
 
 
 def collect_groups(
@@ -96,27 +105,23 @@ def collect_groups(
     rewards: RewardRunner,
     config: RunConfig,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[list[RolloutGroup], RolloutStats]:
-    """Sample and score the groups of one step; `prompts_per_step` of them, or fewer under dynamic sampling."""
-    rollout, loss = config.rollout, config.loss
-    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    groups: list[RolloutGroup] = []
-    stats = RolloutStats()
-    next_prompt = 0
+) -> Rollout:
+    """Sample and score the groups of one step: `prompts_per_step` to train on, or fewer under dynamic sampling."""
+    settings, loss = config.rollout, config.loss
+    sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
+    rollout = Rollout()
     for _ in range(1 + loss.max_resamples if loss.dynamic_sampling else 1):
-        prompts = stream.take(rollout.prompts_per_step - len(groups))
+        prompts = stream.take(settings.prompts_per_step - len(rollout.groups))
+        first = len(rollout.sampled)
         requests = [
             Request(
                 prompt_ids=prompt_ids,
-                seeds=[
-                    philox.fold(config.seed, step, next_prompt + i, sample) for sample in range(rollout.num_generations)
-                ],
-                max_new_tokens=rollout.max_completion_length,
-                prompt_index=next_prompt + i,
+                seeds=[philox.fold(config.seed, step, number, sample) for sample in range(settings.num_generations)],
+                max_new_tokens=settings.max_completion_length,
+                prompt_index=number,
             )
-            for i, (_, prompt_ids) in enumerate(prompts)
+            for number, (_, prompt_ids) in enumerate(prompts, first)
         ]
-        next_prompt += len(requests)
         completions = engine.generate(requests, sampling, progress)
         sampled = [
             RolloutGroup(
@@ -129,23 +134,24 @@ def collect_groups(
             )
             for (example, _), request, group in zip(prompts, requests, completions, strict=True)
         ]
-        score_groups(sampled, rewards, config, step, stats)
-        stats.num_rounds += 1
-        stats.num_sampled_groups += len(sampled)
-        stats.num_new_tokens += sum(len(c.token_ids) for group in sampled for c in group.completions)
+        for name, failed in score_groups(sampled, rewards, config, step).items():
+            rollout.reward_failures[name] = rollout.reward_failures.get(name, 0) + failed
         varying = [group for group in sampled if reward_varies(group.rewards, loss.zero_variance_tolerance)]
-        stats.num_zero_variance_groups += len(sampled) - len(varying)
-        groups += varying if loss.dynamic_sampling else sampled
-        if len(groups) == rollout.prompts_per_step:
+        rollout.num_rounds += 1
+        rollout.num_zero_variance_groups += len(sampled) - len(varying)
+        rollout.sampled += sampled
+        rollout.groups += varying if loss.dynamic_sampling else sampled
+        if len(rollout.groups) == settings.prompts_per_step:
             break
-    stats.num_missing_groups = rollout.prompts_per_step - len(groups)
-    return groups, stats
+    rollout.num_missing_groups = settings.prompts_per_step - len(rollout.groups)
+    return rollout
 
 
-def score_groups(
-    groups: list[RolloutGroup], rewards: RewardRunner, config: RunConfig, step: int, stats: RolloutStats
-) -> None:
-    """Fill in `rewards` and `reward_parts` of every group; all completions go to the reward functions in one call."""
+def score_groups(groups: list[RolloutGroup], rewards: RewardRunner, config: RunConfig, step: int) -> dict[str, int]:
+    """Fill in `rewards` and `reward_parts` of every group; all completions go to the reward functions in one call.
+
+    Returns, by reward function, how many completions it could not score.
+    """
     flat = [(group, i) for group in groups for i in range(len(group.completions))]
     scores = rewards.score(
         prompts=[group.example.prompt for group, _ in flat],
@@ -154,8 +160,6 @@ def score_groups(
         columns=[group.example.columns for group, _ in flat],
         step=step,
     )
-    for name, failed in scores.failed.items():
-        stats.reward_failures[name] = stats.reward_failures.get(name, 0) + failed
     totals = iter(scores.totals)
     for group in groups:
         group.rewards = [
@@ -172,3 +176,4 @@ def score_groups(
         values_iter = iter(values)
         for group in groups:
             group.reward_parts[name] = [next(values_iter) for _ in group.completions]
+    return scores.failed

@@ -1,6 +1,8 @@
 """A step in numbers: its metrics, from the groups of the rollout and from the sums of the updates.
 
-Names and units are in metrics.py. A completion that no reward function could score is in no mean of rewards.
+Names and units are in metrics.py. What describes the rollout is over all that was sampled: under dynamic sampling the
+groups to train on are chosen by their rewards, so their accuracy says little of the policy. A completion that no reward
+function could score is in no mean of rewards.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import torch
 from torch import Tensor
 
 from qerl.rl.loss import LossSums
-from qerl.rl.rollout import RolloutStats
+from qerl.rl.rollout import Rollout
 from qerl.tasks import Task
-from qerl.types import RolloutGroup
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: Task) -> dict[str, float]:
-    """What was sampled and how it was paid."""
+def rollout_metrics(rollout: Rollout, task: Task) -> dict[str, float]:
+    """What was sampled and how it was paid. Grades all completions."""
+    groups = rollout.sampled
     rewards = [r for group in groups for r in group.rewards if not math.isnan(r)]
     completions = [c for group in groups for c in group.completions]
     lengths = [len(c.token_ids) for c in completions]
@@ -35,15 +37,15 @@ def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: T
         "reward": _mean(rewards),
         "reward_std": _std(rewards),
         "reward_group_std": _mean([_std(group) for group in scored if len(group) > 1]),
-        "frac_reward_zero_std": stats.num_zero_variance_groups / stats.num_sampled_groups,
+        "frac_reward_zero_std": rollout.num_zero_variance_groups / len(groups),
         "accuracy": _mean([float(grade is True) for grade in grades]) if set(grades) != {None} else math.nan,
         "ungraded": sum(grade is None for grade in grades),
         "rollout_entropy": _mean(entropies),
-        "completions/new_tokens": stats.num_new_tokens,
+        "completions/new_tokens": rollout.num_new_tokens,
         "completions/clipped_ratio": _mean([float(c.truncated) for c in completions]),
-        "groups/sampled": stats.num_sampled_groups,
-        "groups/missing": stats.num_missing_groups,
-        "groups/rounds": stats.num_rounds,
+        "groups/sampled": len(groups),
+        "groups/missing": rollout.num_missing_groups,
+        "groups/rounds": rollout.num_rounds,
     }
     for kind, values in (("", lengths), ("terminated_", ended)):
         metrics |= {
@@ -51,7 +53,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], stats: RolloutStats, task: T
             f"completions/min_{kind}length": min(values, default=math.nan),
             f"completions/max_{kind}length": max(values, default=math.nan),
         }
-    for name, failed in stats.reward_failures.items():
+    for name, failed in rollout.reward_failures.items():
         values = [v for group in groups for v in group.reward_parts[name] if not math.isnan(v)]
         metrics |= {
             f"rewards/{name}/mean": _mean(values),
@@ -69,7 +71,7 @@ class UpdateTotals:
     entropy: list[Tensor] = field(default_factory=list)
     """Sum over tokens of each micro-batch's entropy."""
     sums: LossSums | None = None
-    rate: float = 0.0
+    rate: float = math.nan
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
 

@@ -175,7 +175,7 @@ class Trackers:
         ids = json.loads(self._ids_path.read_text()) if self._resume and self._ids_path.exists() else {}
         output_dir = Path(self._config.output_dir)
         name = ids.setdefault("name", f"{output_dir.name}-{uuid.uuid4().hex[:8]}")
-        run = Run(output_dir, name, self._config.model_dump(), self._first_step, ids)
+        run = Run(output_dir, name, self._config.model_dump(mode="json"), self._first_step, ids)
         try:
             for tracker in self.names:
                 self._open[tracker] = TRACKERS[tracker](run)
@@ -183,6 +183,7 @@ class Trackers:
             self._close(failed=True)
             raise
         self._ids_path.write_text(json.dumps(ids))
+        self._resume = True  # a loop that is stopped and entered again goes on in the same runs
         return self
 
     def __exit__(
@@ -193,6 +194,7 @@ class Trackers:
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Hand a step's metrics (metrics.py's names, `step` among them) to every tracker."""
         values = tracker_values(metrics)
+        self._first_step = metrics["step"] + 1
         for name, tracker in list(self._open.items()):
             try:
                 tracker.write(metrics["step"], values)

@@ -61,7 +61,7 @@ from qerl.rl.checkpoint import (
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
 from qerl.rl.loss import LossSums, Normalizer, policy_loss
 from qerl.rl.optimizer import build_optimizer, learning_rate
-from qerl.rl.rollout import PromptStream, RolloutStats, collect_groups
+from qerl.rl.rollout import PromptStream, Rollout, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.rl.trackers import Trackers, check_installed
 from qerl.tasks import Task, load_task
@@ -155,11 +155,8 @@ class Trainer:
             self._restore(checkpoint)
         elif resume:
             self.display.message(f"{self.output_dir} has no checkpoint yet: the run begins again, from the same keys")
-        # What a killed run wrote past its newest checkpoint will be written again. A step's completions are written
-        # before its evaluation, its metrics after it.
-        logged = self.step - (self.pending is not None)
-        self.log.rewind(metrics_step=logged, completions_step=self.step)
-        self.trackers = Trackers(config, first_step=logged + 1, resume=resume, warn=self.display.warning)
+        first_step = self._last_logged() + 1
+        self.trackers = Trackers(config, first_step=first_step, resume=resume, warn=self.display.warning)
         self.log.write_run(config, self.device)
         size = self.task.num_train_examples
         if size is not None and size < config.rollout.prompts_per_step:
@@ -171,7 +168,16 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> None:
-        """Run to the last step; raises Interrupted, with everything saved, after Ctrl-C or SIGTERM."""
+        """Run to the last step; raises Interrupted, with everything saved, after Ctrl-C or SIGTERM.
+
+        Called again, it goes on. RunFailed: what else stopped it; the message says what was saved.
+        """
+        if self.updating:
+            raise RunFailed(f"a step was broken off in its updates: resume from {self._last_good()}")
+        self.stop_requested = False
+        # What a killed run, or a failed step, wrote past this state will be written again. A step's completions are
+        # written before its updates, its metrics after its evaluation.
+        self.log.rewind(metrics_step=self._last_logged(), completions_step=self.step)
         with self.display, self.trackers, self._stop_signals():
             try:
                 while True:
@@ -185,14 +191,18 @@ class Trainer:
             except Interrupted:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
-            except (RuntimeError, OSError) as error:
+            except Exception as error:
                 if self.updating and isinstance(error, torch.OutOfMemoryError):
                     raise RunFailed(
                         f"{error}\nIn the middle of a step's updates: --resume goes on from {self._last_good()}"
                     ) from error
-                if self.updating:
-                    raise
-                raise RunFailed(f"{error}\nSaved {self._save()}: mend it, and go on with --resume") from error
+                if self.updating or (self.step == 0 and isinstance(error, ValueError)):
+                    raise  # half a step, or a mistake in the settings: neither is worth keeping
+                path = self._save()
+                if isinstance(error, RuntimeError | OSError | ValueError):
+                    raise RunFailed(f"{error}\nSaved {path}: mend it, and go on with --resume") from error
+                error.add_note(f"Saved {path}: --resume goes on from there.")
+                raise
         save_adapter(self.model, self.output_dir / "adapter")
         write_completions_parquet(self.output_dir)
 
@@ -210,32 +220,32 @@ class Trainer:
         before = self.stream.position, self.stream.num_too_long
         try:
             with self.watch("rollout"):
-                groups, stats = collect_groups(
+                rollout = collect_groups(
                     self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
                 )
             rollout_seconds = time.monotonic() - started
+            metrics = rollout_metrics(rollout, self.task)
+            for record in self.log.write_completions(self.step + 1, rollout.sampled)[:1]:
+                self.display.completion(record)
             advantages = compute_advantages(
-                [group.rewards for group in groups],
+                [group.rewards for group in rollout.groups],
                 scale=config.loss.scale_rewards,
                 tolerance=config.loss.zero_variance_tolerance,
             )
             batch = TrainBatch.from_groups(
-                groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions
+                rollout.groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions
             )
             update_started = time.monotonic()
             with self.watch("sleep"):
                 self.engine.sleep()  # keys and values make room for activations
-            metrics = self._update(batch, draw)
+            metrics |= self._update(batch, draw)
+            update_seconds = time.monotonic() - update_started
         except BaseException:
             if not self.updating:
                 self.stream.position, self.stream.num_too_long = before
                 self.optimizer.zero_grad(set_to_none=True)
             raise
         self.step += 1
-        self.updating = False
-
-        mismatch_kl = metrics.get("mismatch_kl", math.nan)
-        metrics |= rollout_metrics(groups, stats, self.task)
         metrics |= {
             "step": self.step,
             "data/position": self.stream.position,
@@ -243,11 +253,10 @@ class Trainer:
             "noise/sigma": draw.sigma if draw else 0.0,
             "noise/vectors": report.num_noised_vectors,
             "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
-            "tokens_per_second": stats.num_new_tokens / rollout_seconds,
+            "tokens_per_second": rollout.num_new_tokens / rollout_seconds,
             "micro_batch_tokens": self.micro_batch_tokens,
             "time/rollout": rollout_seconds,
-            "time/update": time.monotonic() - update_started,
-            "time/step": time.monotonic() - started,
+            "time/update": update_seconds,
         }
         if self.device.type == "cuda":
             metrics["memory/allocated"] = torch.cuda.max_memory_allocated(self.device)
@@ -256,17 +265,17 @@ class Trainer:
             torch.cuda.empty_cache()  # what activations leave behind makes room for keys and values
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
-        self._warn_without_signal(stats)
+        self._warn_without_signal(rollout)
+        mismatch_kl = metrics.get("mismatch_kl", math.nan)
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
-        if batch.num_completion_tokens:
+        if "mismatch_kl" in metrics:  # not where no completion was trained on
             self._react_to_divergence(mismatch_kl)
-        for record in self.log.write_completions(self.step, groups)[:1]:
-            self.display.completion(record)
-        return metrics
+        self.updating = False
+        return metrics | {"time/step": time.monotonic() - started}
 
-    def _warn_without_signal(self, stats: RolloutStats) -> None:
+    def _warn_without_signal(self, rollout: Rollout) -> None:
         """Say so when there has been nothing to learn from for some steps: a run must not end "well" that way."""
-        flat = stats.num_zero_variance_groups == stats.num_sampled_groups
+        flat = rollout.num_zero_variance_groups == len(rollout.sampled)
         self.steps_without_signal = self.steps_without_signal + 1 if flat else 0
         if self.steps_without_signal == STEPS_BEFORE_WARNING:
             self.display.warning(
@@ -589,6 +598,10 @@ class Trainer:
             raise ValueError(f"{self.output_dir} holds no run to resume: leave --resume out, or check output_dir")
         check_same_run(read_state(checkpoints[-1]), self.config, checkpoints[-1])
         return checkpoints[-1]
+
+    def _last_logged(self) -> int:
+        """The last step whose metrics are written; -1: none."""
+        return self.step - (self.pending is not None)
 
     def _last_good(self) -> str:
         """What a run can go on from when the step that failed cannot be saved."""

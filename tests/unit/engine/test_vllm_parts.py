@@ -25,7 +25,7 @@ from qerl.nn.lora import adapters_disabled
 from qerl.noise import SITE_NAMES, NoiseDraw, applied, noise_sites
 from qerl.plan.memory import Target, plan_memory
 from qerl.plan.shapes import read_shape
-from qerl.rl.rollout import RolloutStats
+from qerl.rl.rollout import Rollout
 from qerl.rl.summary import rollout_metrics
 from qerl.tasks import load_task
 from qerl.types import Completion, RolloutGroup
@@ -244,8 +244,7 @@ def test_entropies_that_are_not_reported_are_missing_not_zero() -> None:
 
     def entropy(entropies: list[float] | None) -> float:
         group = RolloutGroup(example, [1], 0, [Completion([2, 3], [-1.0, -1.0], entropies, "stop")], ["4"], [1.0])
-        stats = RolloutStats(num_sampled_groups=1, num_new_tokens=2)
-        return rollout_metrics([group], stats, task)["rollout_entropy"]
+        return rollout_metrics(Rollout([group], [group]), task)["rollout_entropy"]
 
     assert entropy([0.5, 1.5]) == 1.0
     assert math.isnan(entropy(None))
