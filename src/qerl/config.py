@@ -373,6 +373,15 @@ class NoiseConfig(Section):
             raise ValueError("a controller multiplies sigma, so noise.sigma_start must be above 0")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_clean_policy_to_compare_with(self) -> NoiseConfig:
+        if self.enabled and self.controller == "divergence" and self.same_noise_in_training:
+            raise ValueError(
+                'noise.controller = "divergence" measures the noisy against the clean policy, and with '
+                "noise.same_noise_in_training nothing is clean: set one of them otherwise"
+            )
+        return self
+
 
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""

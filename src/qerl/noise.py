@@ -422,11 +422,6 @@ def build_controller(config: NoiseConfig, total_rollouts: int) -> NoiseControlle
             total_rollouts,
             config.paper_exponent,
         )
-    if config.controller == "divergence" and config.same_noise_in_training:
-        raise ValueError(
-            "noise.controller = 'divergence' measures the noisy against the clean policy, and with "
-            "noise.same_noise_in_training nothing is clean: set one of them otherwise"
-        )
     return FeedbackController(config.controller, config.sigma_start, config.sigma_end, config.target, config.factor)
 
 

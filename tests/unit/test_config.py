@@ -337,6 +337,10 @@ def test_a_wrong_type_is_refused(override):
             ["noise.controller=entropy", "noise.sigma_start=0", "noise.sigma_end=0"],
             "a controller multiplies sigma, so noise.sigma_start must be above 0",
         ),
+        (
+            ["noise.controller=divergence", "noise.same_noise_in_training=true"],
+            'noise.controller = "divergence" measures the noisy against the clean policy',
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p, top_k or min_p cut the distribution"),
         (["rollout.top_k=5"], "rollout.top_p, top_k or min_p cut the distribution"),
         (["rollout.min_p=0.1"], "rollout.top_p, top_k or min_p cut the distribution"),
@@ -365,6 +369,7 @@ def test_settings_that_do_not_go_together_are_refused(overrides, message):
         ["model.format=int4", "model.group_size=64", "model.symmetric=true", "model.scale=amax"],
         ["rewards.arguments.f={max_length = 1}"],
         ["noise.enabled=false", "noise.sigma_start=0"],
+        ["noise.enabled=false", "noise.controller=divergence", "noise.same_noise_in_training=true"],
         ["noise.sigma_start=0", "noise.sigma_end=0"],
         ["noise.schedule=linear", "noise.sigma_end=0"],
         ["noise.sigma_start=0.01", "noise.sigma_end=0.01"],

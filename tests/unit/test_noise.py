@@ -217,11 +217,6 @@ def test_disabled_noise_has_sigma_zero_for_ever():
     assert [controller.sigma(r) for r in range(20)] == [0.0] * 20
 
 
-def test_divergence_control_needs_a_clean_policy():
-    with pytest.raises(ValueError, match="same_noise_in_training"):
-        build_controller(NoiseConfig(controller="divergence", same_noise_in_training=True), 10)
-
-
 # ----------------------------------------------------------------------------------------------------------- draws
 
 

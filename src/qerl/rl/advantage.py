@@ -7,9 +7,9 @@
     batch           of all rewards of the step      Lite PPO, arXiv 2508.08221
     none            no division                     Dr. GRPO, arXiv 2503.20783: dividing favours easy and hard prompts
 
-A reward of NaN says that no reward function could score the completion: it is left out of mean and std, its advantage
-is 0, and it is counted. A group whose scored rewards are all equal (within a tolerance), or that has fewer than two of
-them, teaches nothing: its advantages are exactly 0, and it is counted.
+A reward of NaN says that no reward function could score the completion: it is left out of mean and std, and its
+advantage is 0. A group whose scored rewards are all equal (within a tolerance), or that has fewer than two of them,
+teaches nothing: its advantages are exactly 0. rl/rollout.py counts both.
 
 Plain numbers in and out: a step has some hundred rewards. Called by rl/rollout.py and rl/trainer.py.
 """
@@ -18,23 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
 STD_EPSILON = 1e-4  # keeps A finite for nearly equal rewards; TRL's value, so that advantages agree
-
-
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """Advantages of one step, and what was left out."""
-
-    values: list[list[float]]
-    """One a completion, in the order of the rewards."""
-    num_flat_groups: int
-    """Groups that teach nothing: rewards all equal, or fewer than two of them scored."""
-    num_unscored: int
-    """Completions whose reward is NaN."""
 
 
 def compute_advantages(
@@ -42,22 +29,20 @@ def compute_advantages(
     *,
     scale: Literal["group", "batch", "none"] = "group",
     tolerance: float = 1e-6,
-) -> Advantages:
-    """Advantages of groups of rewards; see the module docstring. `tolerance` is what `reward_varies` takes."""
+) -> list[list[float]]:
+    """One advantage a completion; see the module docstring. `tolerance` is what `reward_varies` takes."""
     all_scored = [r for group in rewards for r in _scored(group)]
     batch_std = stdev(all_scored) if len(all_scored) > 1 else 0.0
     values: list[list[float]] = []
-    num_flat_groups = 0
     for group in rewards:
         if not reward_varies(group, tolerance):
-            num_flat_groups += 1
             values.append([0.0] * len(group))
             continue
         scored = _scored(group)
         mean = fmean(scored)
         divisor = {"group": stdev(scored) + STD_EPSILON, "batch": batch_std + STD_EPSILON, "none": 1.0}[scale]
         values.append([0.0 if math.isnan(r) else (r - mean) / divisor for r in group])
-    return Advantages(values, num_flat_groups, sum(map(len, rewards)) - len(all_scored))
+    return values
 
 
 def reward_varies(rewards: Sequence[float], tolerance: float) -> bool:

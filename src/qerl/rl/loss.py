@@ -210,19 +210,22 @@ def _sums(
     if kl is not None:
         means["kl"] = kl
     if log_importance is not None:
-        weight = _importance(config, log_importance, sequence, lengths)
         means |= {
             "mismatch_kl": _k3(log_importance),
             "mismatch_kl/k1": -log_importance,
             "sampling/sampling_logp_difference/mean": log_importance.abs(),
-            "sampling/importance_sampling_ratio/mean": weight,
-            "sampling/importance_sampling_ratio/capped": weight >= config.importance_sampling_cap,
         }
-        extremes |= {
-            "sampling/sampling_logp_difference/max": log_importance.abs(),
-            "sampling/importance_sampling_ratio/min": weight,
-            "sampling/importance_sampling_ratio/max": weight,
-        }
+        extremes["sampling/sampling_logp_difference/max"] = log_importance.abs()
+        if config.importance_sampling:
+            weight = _importance(config, log_importance, sequence, lengths)
+            means |= {
+                "sampling/importance_sampling_ratio/mean": weight,
+                "sampling/importance_sampling_ratio/capped": weight >= config.importance_sampling_cap,
+            }
+            extremes |= {
+                "sampling/importance_sampling_ratio/min": weight,
+                "sampling/importance_sampling_ratio/max": weight,
+            }
     if len(ratio) == 0:
         extremes = {}
     return LossSums(

@@ -22,7 +22,7 @@ from qerl.config import OptimizerConfig
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW on fp32 masters; vectors (norm weights) are not decayed.
 
-    ValueError: nothing is trainable, or adamw_8bit without bitsandbytes.
+    ValueError: nothing is trainable, or what `check_optimizer` refuses.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -38,6 +38,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if config.type == "adamw_8bit":
         return _adamw_8bit()(groups, lr=config.learning_rate, betas=betas)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """ValueError for an optimizer whose library is not installed: asked before a model is loaded."""
+    if config.type == "adamw_8bit":
+        _adamw_8bit()
 
 
 def _adamw_8bit() -> Any:

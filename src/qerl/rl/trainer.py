@@ -60,7 +60,7 @@ from qerl.rl.checkpoint import (
 )
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
 from qerl.rl.loss import LossSums, Normalizer, policy_loss
-from qerl.rl.optimizer import build_optimizer, learning_rate
+from qerl.rl.optimizer import build_optimizer, check_optimizer, learning_rate
 from qerl.rl.rollout import PromptStream, Rollout, collect_groups
 from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.rl.trackers import Trackers, check_installed
@@ -115,6 +115,7 @@ class Trainer:
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
         check_installed(config.report_to)
+        check_optimizer(config.optimizer)
         check_engine(config.rollout, config.model, training=True)
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
@@ -233,7 +234,7 @@ class Trainer:
                 tolerance=config.loss.zero_variance_tolerance,
             )
             batch = TrainBatch.from_groups(
-                rollout.groups, advantages.values, mask_truncated=config.loss.mask_truncated_completions
+                rollout.groups, advantages, mask_truncated=config.loss.mask_truncated_completions
             )
             update_started = time.monotonic()
             with self.watch("sleep"):

@@ -176,6 +176,7 @@ def test_correction_can_be_off_while_the_mismatch_is_measured():
     loss, _, metrics = loss_of(config(importance_sampling=False), rollout=ROLLOUT)
     assert loss == pytest.approx(sum(TOKEN_LOSSES) / 5, rel=1e-6)
     assert metrics["mismatch_kl"] > 0
+    assert not [name for name in metrics if "importance" in name]  # a weight that was not applied is none
 
 
 def test_without_rollout_logprobs_nothing_is_said_about_the_mismatch():

@@ -12,6 +12,7 @@ from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora, load_adapter_weights
 from qerl.rl.checkpoint import load_parameters, save_checkpoint
 from qerl.rl.optimizer import build_optimizer, learning_rate
+from qerl.rl.trainer import Trainer
 
 
 def adapted():
@@ -60,7 +61,7 @@ def test_8_bits_learn_as_32_do():
     assert not torch.equal(exact, rounded)
 
 
-def test_8_bits_without_bitsandbytes_are_refused(monkeypatch):
+def test_8_bits_without_bitsandbytes_are_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     find = builtins.__import__
 
     def missing(name: str, *args, **kwargs):
@@ -68,10 +69,10 @@ def test_8_bits_without_bitsandbytes_are_refused(monkeypatch):
             raise ImportError(name)
         return find(name, *args, **kwargs)
 
-    model = adapted()
+    config = OptimizerConfig(type="adamw_8bit")
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match=r"pip install qerl\[bitsandbytes\]"):
-        build_optimizer(model, OptimizerConfig(type="adamw_8bit"))
+        Trainer(RunConfig(output_dir=str(tmp_path), optimizer=config), load=lambda _: pytest.fail("it was loaded"))
 
 
 @pytest.mark.parametrize(
