@@ -52,9 +52,13 @@ class Trainer(trainer.Trainer):
         resume: bool = False,
         display: Display | None = None,
     ) -> None:
+        if args is not None and not isinstance(args, RunConfig):
+            raise ValueError(
+                f"args is a {type(args).__name__}: give a qerl.Config, whose names docs/migrating.md has beside TRL's"
+            )
         config = (args or RunConfig()).model_copy(deep=True)
         if model is not None:
-            _set_model(config.model, str(model))
+            _set_model(config.model, model)
         if train_dataset is not None:
             task: Task = _rows_task(config, train_dataset, eval_dataset)
         elif eval_dataset is None:
@@ -73,7 +77,10 @@ class Trainer(trainer.Trainer):
         return read_metrics(self.output_dir)
 
 
-def _set_model(config: ModelConfig, path: str) -> None:
+def _set_model(config: ModelConfig, model: Any) -> None:
+    if not isinstance(model, str | Path):
+        raise ValueError(f"model is a {type(model).__name__}: give its folder, which is loaded here, packed")
+    path = str(model)
     if config.path not in (path, ModelConfig.model_fields["path"].default):
         raise ValueError(f"two models: model = {path!r} and args.model.path = {config.path!r}; give one")
     config.path = path
@@ -110,6 +117,8 @@ def _rewards(config: RunConfig, reward_funcs: Any, task: Task) -> RewardRunner:
         reward_funcs = [reward_funcs]
     functions: list[Any] = list(settings.functions if reward_funcs is None else reward_funcs)
     functions = [load_reward(function) if isinstance(function, str) else function for function in functions]
+    if other := [function for function in functions if not callable(function)]:
+        raise ValueError(f"reward_funcs has {other[0]!r}, which is no function")
     plain_text = isinstance(task, RowsTask) and task.plain_text
     given = [RewardSpec(_name(function), function, plain_text=plain_text) for function in functions]
     if not given and not task.reward_functions:

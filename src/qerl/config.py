@@ -12,7 +12,7 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
 
@@ -467,6 +467,15 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
 
+    if not TYPE_CHECKING:  # type checkers keep the signature that the fields make
+
+        def __init__(self, **settings: Any) -> None:
+            """ConfigError lists every mistake, whether the settings are Python's or a file's."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
     @model_validator(mode="after")
     def _rules_across_sections(self) -> RunConfig:
         truncates = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
@@ -541,10 +550,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
 
 def validate(data: dict[str, Any]) -> RunConfig:
     """Build the config from nested dicts; ConfigError lists every mistake."""
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    return RunConfig(**data)
 
 
 def _parse_value(text: str) -> Any:
@@ -568,7 +574,15 @@ def _explain(error: Any) -> str:
         for part in error["loc"][:-1]:
             section = section.model_fields[part].annotation
         keys: list[str] = list(section.model_fields)
-        near = difflib.get_close_matches(str(error["loc"][-1]), keys, n=1)
+        key = str(error["loc"][-1])
+        elsewhere = [
+            f"{name}.{key}"
+            for name, field in RunConfig.model_fields.items()
+            if key in getattr(field.annotation, "model_fields", {})
+        ]
+        if elsewhere or key in RunConfig.model_fields:
+            return f"{place}: unknown key; did you mean {' or '.join(elsewhere) or key}?"
+        near = difflib.get_close_matches(key, keys, n=1)
         known = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
         return f"{place}: unknown key; {known}"
     if error["type"] == "value_error":  # our own rules name their keys and values themselves

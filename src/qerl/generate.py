@@ -46,13 +46,16 @@ class Generator:
     The KV cache is made for one prompt of the size at hand, so that a small machine can run a large context.
     """
 
-    def __init__(self, config: ModelConfig, adapter: Path | None = None, progress: Progress | None = None) -> None:
-        """`progress` is told how far loading is."""
-        self.policy = load_policy(config, adapter, progress)
+    def __init__(
+        self, config: ModelConfig | str | Path, adapter: str | Path | None = None, progress: Progress | None = None
+    ) -> None:
+        """A model's settings, or its folder alone; a saved adapter's folder. `progress` is told how far loading is."""
+        settings = config if isinstance(config, ModelConfig) else ModelConfig(path=str(config))
+        self.policy = load_policy(settings, None if adapter is None else Path(adapter), progress)
 
     def __call__(
         self,
-        messages: list[dict[str, str]],
+        messages: str | list[dict[str, str]],
         *,
         samples: int = 1,
         max_new_tokens: int = 512,
@@ -61,7 +64,9 @@ class Generator:
         seed: int = 0,
         progress: Progress | None = None,
     ) -> list[str]:
-        """`samples` completions of a chat; temperature 0 is greedy."""
+        """`samples` completions of a chat, or of one user's message; temperature 0 is greedy."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         tokenizer = self.policy.tokenizer
         engine = self.policy.build_engine(RolloutConfig(max_completion_length=max_new_tokens, max_batch_size=samples))
         request = Request(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 
 import qerl
@@ -139,6 +140,8 @@ def test_a_run_is_resumed_by_the_same_rows_alone(tmp_path):
         ({"settings": {"model": {"path": "elsewhere"}}}, "two models"),
         ({"reward_funcs": lambda completions, label: completions}, "needs the argument 'label'"),
         ({"reward_funcs": [length, length]}, "two reward functions are called 'length'"),
+        ({"reward_funcs": [3]}, "reward_funcs has 3, which is no function"),
+        ({"model": torch.nn.Linear(2, 2)}, "model is a Linear: give its folder"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, message):
@@ -147,6 +150,24 @@ def test_what_does_not_fit_together_is_refused_before_the_model_is_loaded(tmp_pa
     given = {"model": "embedded", "reward_funcs": length, "train_dataset": CHATS} | arguments
     with pytest.raises(ValueError, match=message):
         qerl.Trainer(args=config(tmp_path / "run", **settings), **given)
+
+
+def test_settings_that_are_no_config_are_refused():
+    with pytest.raises(ValueError, match=r"args is a dict: give a qerl\.Config"):
+        qerl.Trainer("embedded", length, {"steps": 2}, CHATS)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_generator_takes_folders(tmp_path):
+    trainer = qerl.Trainer("embedded", length, config(tmp_path / "run", steps=1), CHATS)
+    trainer.train()
+    sampled = [
+        qerl.Generator(model, adapter)(prompt, max_new_tokens=4, temperature=0)
+        for model, adapter, prompt in (
+            (trainer.config.model, trainer.output_dir / "adapter", CHATS[0]["prompt"]),
+            ("embedded", str(trainer.output_dir / "adapter"), "10+10=?"),
+        )
+    ]
+    assert sampled[0] == sampled[1] and sampled[0][0]
 
 
 def test_a_fingerprint_changes_with_the_rows():

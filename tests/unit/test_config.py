@@ -109,6 +109,9 @@ def test_a_broken_file_says_where(tmp_path, content):
         ("noise.sigma_strat=1", "noise.sigma_strat: unknown key; did you mean 'sigma_start'?"),
         ("optimiser.learning_rate=1", "optimiser: unknown key; did you mean 'optimizer'?"),
         ("eval.xyz=1", "eval.xyz: unknown key; known keys: every, num_problems,"),
+        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
+        ("temperature=1", "temperature: unknown key; did you mean rollout.temperature or eval.temperature?"),
+        ("optimizer.steps=1", "optimizer.steps: unknown key; did you mean steps?"),
         ("=1", "config: unknown key; known keys: output_dir,"),
         ("noise..per=prompt", "noise.: unknown key"),
     ],
@@ -116,6 +119,16 @@ def test_a_broken_file_says_where(tmp_path, content):
 def test_an_unknown_key_is_refused_with_the_nearest_one(override, message):
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
         load_config(None, [override])
+
+
+def test_settings_from_python_are_refused_in_the_same_words():
+    for settings in ({"max_steps": 3}, {"lora": {"lora_alpha": 3}, "report_to": "wandb"}):
+        with pytest.raises(ConfigError) as one:
+            RunConfig(**settings)
+        with pytest.raises(ConfigError) as other:
+            validate(settings)
+        assert str(one.value) == str(other.value)
+        assert re.search("did you mean '(steps|alpha)'", str(one.value))
 
 
 @pytest.mark.parametrize(

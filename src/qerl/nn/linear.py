@@ -87,7 +87,9 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: PackedLinear, bias: Tensor | None) -> Tensor:
         ctx.linear = linear
-        return linear.product(x)
+        y = linear.product(x)
+        # Autograd forbids adding in place to a view that is made here, which users of a linear do (PEFT's AdaLoRA).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @once_differentiable

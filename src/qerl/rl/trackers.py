@@ -178,7 +178,13 @@ class Trackers:
         run = Run(output_dir, name, self._config.model_dump(mode="json"), self._first_step, ids)
         try:
             for tracker in self.names:
-                self._open[tracker] = TRACKERS[tracker](run)
+                try:
+                    self._open[tracker] = TRACKERS[tracker](run)
+                except Exception as error:  # no login, no server: whatever it is, it is told with its place
+                    raise ValueError(
+                        f"report_to: {tracker} did not start: {type(error).__name__}: {error}\n"
+                        "mend that, or take it out"
+                    ) from error
         except BaseException:
             self._close(failed=True)
             raise

@@ -589,7 +589,8 @@ class Trainer:
         if not resume:
             if checkpoints or (self.output_dir / "metrics.jsonl").exists():
                 raise ValueError(
-                    f"{self.output_dir} holds a run already: go on with it by --resume, or choose another output_dir"
+                    f"{self.output_dir} holds a run already: go on with it by --resume (in Python resume=True), "
+                    "or choose another output_dir"
                 )
             return None
         if not checkpoints:

@@ -156,6 +156,8 @@ class RewardRunner:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two reward functions are called {name!r}: rename one, since metrics go by that name")
+            if "/" in name:
+                raise ValueError(f"a reward function is called {name!r}: rename it, since metrics go by that name")
         self.specs = list(specs)
         self.columns = tuple(columns)
         self.max_steps = max_steps

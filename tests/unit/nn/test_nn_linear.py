@@ -35,6 +35,15 @@ def test_forward_and_backward_are_a_dense_linears(shape, bias):
     torch.testing.assert_close(actual, torch.autograd.grad(expected, x, grad)[0], atol=1e-4, rtol=1e-4)
 
 
+def test_its_result_can_be_added_to_in_place():
+    linear, weight = problem()
+    x = torch.randn(2, 3, 80, requires_grad=True)
+    y = linear(x)
+    y += x.sum()
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(actual, weight.sum(0).expand(2, 3, -1) + y.numel(), atol=1e-3, rtol=1e-4)
+
+
 def test_gradient_agrees_with_finite_differences():
     linear, _ = problem(n=16, k=16)
     x, direction = torch.randn(3, 16, requires_grad=True), torch.randn(3, 16)

@@ -254,7 +254,7 @@ def test_one_that_cannot_start_ends_the_others(tmp_path, monkeypatch, recorder):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", no_login)
     (tmp_path / "run").mkdir()
     run = Trackers(config(tmp_path / "run", "mlflow", "wandb"), first_step=0, resume=False, warn=pytest.fail)
-    with pytest.raises(RuntimeError, match="log in first"), run:
+    with pytest.raises(ValueError, match="report_to: wandb did not start: RuntimeError: log in first"), run:
         pass
     assert calls[-1] == ("end_run", "FAILED")
 

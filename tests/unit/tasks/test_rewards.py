@@ -333,6 +333,10 @@ def test_names_must_differ_and_there_must_be_one():
         runner(constant(1.0), constant(2.0))
     with pytest.raises(ValueError, match="no reward function"):
         runner()
+    named = constant(1.0)
+    named.__name__ = "a/b"
+    with pytest.raises(ValueError, match="called 'a/b': rename it"):
+        runner(named)
 
 
 # ---------------------------------------------------------------- asynchronous functions, and time
