@@ -172,10 +172,6 @@ def test_x_with_any_strides(product, m):
         assert not same.is_contiguous() and torch.equal(product(same, weight, None, adapter), expected)
 
 
-def test_no_tokens(product):
-    assert product(activations(0, 80), weight_of((300, 16), 80)).shape == (0, 316)
-
-
 @pytest.mark.parametrize("m", [1, 8, 12, 40, 100, 300])
 @pytest.mark.parametrize("rows, k", SHAPES)
 def test_a_graph_has_the_eager_bits(product, rows, k, m):

@@ -152,11 +152,6 @@ def test_a_view_of_one_part(emulate):
         check(w4a16_portable(x, weight.part(i)), x, weight.part(i))
 
 
-def test_no_tokens(emulate):
-    emulate(1)
-    assert w4a16_portable(torch.zeros(0, 64).bfloat16(), random_weight((128,), 64)).shape == (0, 128)
-
-
 def test_the_tile_table():
     weight = random_weight((300, 16, 128), 64)
     assert weight.tile_table.tolist() == [[0, 128, 0], [128, 128, 0], [256, 44, 0], [300, 16, 1], [316, 128, 2]]

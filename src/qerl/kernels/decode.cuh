@@ -12,7 +12,7 @@
 // meets a code because the product of both as they stand would be below the smallest bf16 number. A word costs 15
 // instructions, 1.9 a weight: 11 for the bits, 4 multiplications; the scales of 32 weights cost 4.
 //
-// Included by every CUDA source; compiled by NVRTC without CUDA's headers. Define E8M0 as 1 for MXFP4, 0 for NVFP4.
+// Included by the products' sources; compiled by NVRTC without CUDA's headers. Define E8M0 as 1 for MXFP4, 0 for NVFP4.
 #pragma once
 #include "ptx.cuh"
 

@@ -7,8 +7,8 @@
 //
 //   shared memory starts as NaN, and ends so with its block
 //   one warp goes on only when no other can (block i: warp i)
-//   copies arrive late: those of cp.async when they are waited for, or nobody can go on without; bulk copies when nobody can go on without, the last
-//   one first (odd blocks), or else at once (even blocks)
+//   copies arrive late: those of cp.async when they are waited for, or nobody can go on without; bulk copies when nobody
+//   can go on without, the last one first (odd blocks), or else at once (even blocks)
 //   wgmma reads its operands, registers too, and writes its result when it is waited for
 //
 //     g++ -shared -fPIC -std=c++17 -DSOURCE='"portable.cu"' -DEXPORTS='RUN(w4a16)' -DDYNAMIC=shared ... emulation.cpp
@@ -155,9 +155,9 @@ inline uint4 load_once(const void* at) { return read<uint4>(at); }
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
 inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }
-inline void wait_for_publishers(uint32_t* x_there, uint32_t publishers) {
-    while (*x_there != publishers) give_way();
-    if (++x_there[1] == uint32_t(gridDim.x)) x_there[0] = x_there[1] = 0;
+inline void wait_for_publishers(uint32_t* x_ready, uint32_t publishers) {
+    while (*x_ready != publishers) give_way();
+    if (++x_ready[1] == uint32_t(gridDim.x)) x_ready[0] = x_ready[1] = 0;
 }
 inline uint32_t shared_address(const void* at) { return static_cast<const uint8_t*>(at) - __start_block_memory; }
 inline void copy_async(uint32_t to, const void* from, bool valid) { self().copies.back().push_back({to, from, valid}); }

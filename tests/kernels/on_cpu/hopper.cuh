@@ -1,10 +1,8 @@
 // The functions of w4a16/hopper.cuh for a CPU: part of emulation.cpp, found by the sources in place of the real one.
 #pragma once
 
-inline void launch_dependents() {}
 inline void publish_for_copies() {}
 inline void accept_for_copies() {}
-inline void wait_for_previous_kernels() {}
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 template <int COUNT> void consumers_sync() { meet(block->consumers, COUNT); }

@@ -82,7 +82,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                  bf16* __restrict__ y,                 // [m, n]
                  float* __restrict__ partial,          // [blocks, 2, PANELS * 128 * TOKENS]
                  int* __restrict__ counters,           // [shared_tiles, WARPS]: zero before and after
-                 uint32_t* x_there,                    // [2], zero before and after: prepare.cu's blocks that wrote x
+                 uint32_t* x_ready,                    // [2], zero before and after: prepare.cu's blocks that wrote x
                  int publishers, int m, int n, int supertiles, int chunks, int token_tiles, int parts, int shared_tiles, int sharers,
                  float factor) {
     extern __shared__ uint8_t raw[];
@@ -105,7 +105,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
     if (warp >= WARPS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x != CONSUMERS) return;
-        if (SLICES == 0) launch_dependents();
+        if (SLICES == 0) start_next_kernel();
         Schedule schedule = own_schedule();
         int stage = 0, phase = 1;
         bool filling = true;  // the ring for the first time
@@ -159,11 +159,11 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
             }
         }
         if (SLICES == 0) {
-            wait_for_previous_kernels();
+            wait_for_previous_kernel();
         } else {
-            wait_for_publishers(x_there, publishers);
+            wait_for_publishers(x_ready, publishers);
             accept_for_copies();
-            launch_dependents();  // the next one may count there again
+            start_next_kernel();  // the next one may count there again
         }
         while (schedule.next(s)) {
             const uint8_t *from = weights_of(s.begin),
@@ -187,7 +187,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                     if (!filling) copy_last_chunk(to, barrier);
                     bulk_copy(to, x_from, X_BYTES, barrier);
                 } else if (SLICES > 0) {
-                    wait_for_previous_kernels();
+                    wait_for_previous_kernel();
                     copy_adapter((step - k_steps) * CHUNKS, to, barrier);
                 }
             }
@@ -279,7 +279,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
                 release(stage);
                 advance();
             }
-        wait_for_previous_kernels();  // long done: from here on this thread writes
+        wait_for_previous_kernel();  // long done: from here on this thread writes
         const int first_column = table[3 * read] + first_row;
         const int rows = supertile < supertiles ? table[3 * read + 1] - first_row : 0;  // valid ones
         const float bias0 = bias && g < rows ? bf16_to_float(bias[first_column + g]) : 0.f;

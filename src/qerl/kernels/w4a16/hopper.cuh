@@ -2,9 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// --- Programmatic dependent launch -----------------------------------------------------------------------------------
-
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// --- Global memory that bulk copies read -----------------------------------------------------------------------------
 
 // What this thread wrote to global memory is there for bulk copies of whoever is told so; who is told passes it on.
 __device__ __forceinline__ void publish_for_copies() {
@@ -14,9 +12,7 @@ __device__ __forceinline__ void publish_for_copies() {
 
 __device__ __forceinline__ void accept_for_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-__device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// --- More of barriers in shared memory, and the copies that complete on them -------------------------------------------------
+// --- More of barriers in shared memory, and the copies that complete on them -----------------------------------------
 
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -97,9 +93,9 @@ __device__ __forceinline__ void store_shared_16(uint32_t to, const float* v) {
 
 // --- Warpgroups ------------------------------------------------------------------------------------------------------
 
-template <int THREADS>
+template <int COUNT>
 __device__ __forceinline__ void consumers_sync() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
 // Registers: given back by the warpgroup that copies, taken by those that compute.

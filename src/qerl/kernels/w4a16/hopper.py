@@ -29,7 +29,7 @@ _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
-_PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # as in prepare.cu
+_PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # of prepare.cu: 16-byte pieces a thread writes at a time; blocks of a cluster
 _BESIDE_PRODUCT = 32, 64  # registers of prepare.cu's threads that the product leaves room for: without, with adapter
 
 # A letter for each parameter, in the sources' order.
@@ -144,14 +144,12 @@ def w4a16_hopper(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernels cannot be compiled."""
     m, k = x.shape
-    if m == 0:
-        return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
     slices = 0 if adapter is None else adapter.b.shape[0]
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
     counters = stream_counters(x.device) if launch.sharers else 0
-    x_there = x_there_of(stream_counters(x.device)) if slices else 0
+    x_ready = x_ready_of(stream_counters(x.device)) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
@@ -162,7 +160,7 @@ def w4a16_hopper(
             (launch.prepare_blocks, 1, 1), _prepare_threads(slices, plan.variant.tokens), 0,
             (
                 x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
-                launch.pieces, x_there,
+                launch.pieces, x_ready,
             ),
             overlap=True,
         )  # fmt: skip
@@ -170,7 +168,7 @@ def w4a16_hopper(
             (launch.blocks, 1, 1), plan.variant.threads, plan.variant.stages * plan.variant.stage_bytes + 1024,
             (
                 plan.tiles, tiles, u, b, plan.global_scale, plan.table, 0 if bias is None else bias.contiguous(), y,
-                partial, counters, x_there, launch.tile_blocks, m, plan.n, plan.supertiles, plan.chunks,
+                partial, counters, x_ready, launch.tile_blocks, m, plan.n, plan.supertiles, plan.chunks,
                 launch.token_tiles, plan.parts, launch.shared_tiles, launch.sharers, plan.factor,
             ),
             overlap=True,
@@ -182,11 +180,11 @@ def w4a16_hopper(
 
 
 def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_there: Int32[Tensor, " two"]
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"]
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
     """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
 
-    Counts 1 in x_there when the stream's kernels before it are over, for a kernel behind it that needs u only late.
+    Counts 1 in x_ready when the stream's kernels before it are over, for a kernel behind it that needs u only late.
     """
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
@@ -195,13 +193,13 @@ def adapter_input(
         (_adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
         _prepare_threads(rank // SLICE, tokens),
         0,
-        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_there),
+        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_ready),
         overlap=True,
     )
     return u
 
 
-def x_there_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
+def x_ready_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
     """Of a stream's zeros, those by which prepare.cu tells the product behind it that x is there."""
     return counters[-2:]
 
@@ -215,16 +213,28 @@ def prepare_defines(tokens: int, slices: int) -> dict[str, int]:
     """Of prepare.cu."""
     beside = _BESIDE_PRODUCT[slices > 0]
     registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 144
-    return {"TOKENS": tokens, "SLICES": slices, "REGISTERS": registers, "E8M0": 0}
+    return {
+        "TOKENS": tokens,
+        "SLICES": slices,
+        "THREADS": _prepare_threads(slices, tokens),
+        "REGISTERS": registers,
+        "TURNS": _PREPARE_TURNS,
+        "BATCH": _adapter_batch(tokens),
+        "CLUSTER": _PREPARE_CLUSTER,
+    }
 
 
 def _prepare_threads(slices: int, tokens: int = 16) -> int:
     return 256 if slices and tokens > 16 else 128
 
 
+def _adapter_batch(tokens: int) -> int:
+    """Tokens whose u a cluster computes."""
+    return 8 if tokens <= 16 else 16 if tokens < 128 else 32
+
+
 def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    batch = 8 if tokens <= 16 else 16 if tokens < 128 else 32
-    return slices * -(-m // batch) * _PREPARE_CLUSTER
+    return slices * -(-m // _adapter_batch(tokens)) * _PREPARE_CLUSTER
 
 
 class _Launch(NamedTuple):

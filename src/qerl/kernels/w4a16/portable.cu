@@ -177,7 +177,7 @@ extern "C" __global__ void BOUNDS w4a16(
     const bf16* b,                           // [rank / 16, 128 tiles_n, 16]
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
     uint32_t* counters,                      // [2 MAX_BLOCKS], zero and left zero
-    uint32_t* x_there,                       // [2], the same: the kernel that computes u says so; or null: it is
+    uint32_t* x_ready,                       // [2], the same: the kernel that computes u says so; or null: it is
     int m, int k, int n, int tiles_n, int parts, int rank, float factor) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % WARPS_M, q = threadIdx.x / FINISHERS;
     const int chunks = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -236,12 +236,12 @@ extern "C" __global__ void BOUNDS w4a16(
                     barrier_init(shared_address(piece_barriers + i), THREADS);
                 __syncthreads();
             }
-            if (x_there == nullptr) {
+            if (x_ready == nullptr) {
                 if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
                 start_next_kernel();
             } else {
                 if (threadIdx.x == 0) {
-                    wait_for_publishers(x_there, 1);
+                    wait_for_publishers(x_ready, 1);
                     start_next_kernel();  // which may count there again
                 }
                 __syncthreads();

@@ -2,10 +2,11 @@
 
     x [m, k] --(adapter: u = round(scaling * (x A^T)))--> portable.cu, with the packed weight --> y [m, n]
 
-A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In one of them x stays in shared memory,
-where a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the others fit any chip from sm_80 on, with 24 KiB at
-most. No registers are spilled. Instructions a weight (of a lane, in the inner loop, read from the machine code; 1.9 of
-them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
+A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In two of them (one leaves room for the
+kernel that computes u) x stays in shared memory, where a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the
+others fit any chip from sm_80 on, with 24 KiB at most. No registers are spilled. Instructions a weight (of a lane, in
+the inner loop, read from the machine code; 1.9 of them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5
+for 64.
 
 Deterministic: blocks share the work as the shape and the number of multiprocessors say, and their sums are added in a
 fixed order. Called by w4a16's dispatcher; beyond 1,024 tokens dense.py is faster.
@@ -142,22 +143,20 @@ def w4a16_portable(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
     m, k = x.shape
-    if m == 0:
-        return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
     has_adapter = adapter is not None
     key = "portable", m, has_adapter, variant
     plan = weight.plans.get(key) or _make_plan(weight, m, has_adapter, variant, x.device)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    partial = counters = u = b = parts = rank = x_there = 0
+    partial = counters = u = b = parts = rank = x_ready = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
         counters = stream_counters(x.device)[: 2 * _MAX_BLOCKS]
     try:
         if adapter is not None:
             if _has_clusters(x.device):
-                x_there = hopper.x_there_of(stream_counters(x.device))
-                u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_there)
+                x_ready = hopper.x_ready_of(stream_counters(x.device))
+                u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_ready)
             else:
                 u = _adapter_input(x, adapter, plan.variant)
             b = adapter.b
@@ -166,7 +165,7 @@ def w4a16_portable(
             (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
             (
                 plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b,
-                partial, counters, x_there, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
+                partial, counters, x_ready, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
             ),
             overlap=plan.overlap,
         )  # fmt: skip

@@ -6,34 +6,33 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of 8 blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its warps by steps; the sums of a
+// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its warps by steps; the sums of a
 // block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 16 tokens blocks are
 // small, and the product's leave room for one on each multiprocessor: both run side by side.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
-// Defines: TOKENS, SLICES (0: no adapter), REGISTERS (of a thread), E8M0 (0: no weights are decoded here).
-#include "decode.cuh"
+// Defines: TOKENS, SLICES (0: no adapter), THREADS (of a block), REGISTERS (of a thread), TURNS (16-byte pieces of tiles
+// that a thread writes at a time), BATCH (tokens of a cluster), CLUSTER (its blocks).
 #include "hopper.cuh"
 
-constexpr int THREADS = SLICES && TOKENS > 16 ? 256 : 128, CLUSTER = 8, WARPS = THREADS / 32;
-constexpr int PIECES = 8 * TOKENS, TURNS = 4;  // 16-byte pieces of a chunk's tile; pieces a thread writes
-constexpr int BATCH = TOKENS <= 16 ? 8 : TOKENS < 128 ? 16 : 32;  // tokens of a cluster
+constexpr int WARPS = THREADS / 32;
+constexpr int PIECES = 8 * TOKENS;  // of 16 bytes, of a chunk's tile
 // A step of K is 32 columns, or 64 of many tokens: so many 16-byte units of a row a lane. So many are loaded at a time.
 constexpr int UNITS = TOKENS < 128 ? 1 : 2, STEP = 32 * UNITS, AHEAD = 4 / UNITS;
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
                   const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
-                  int parts, int tile_blocks, int pieces, uint32_t* x_there) {
+                  int parts, int tile_blocks, int pieces, uint32_t* x_ready) {
     // The product starts at once. Without an adapter it waits for this kernel's end; with one, only before it needs u:
-    // until then for blocks to say in x_there that the tiles are there, or, where it has x from elsewhere, that x is.
+    // until then for blocks to say in x_ready that the tiles are there, or, where it has x from elsewhere, that x is.
     // u of many tokens is work that should not compete with the product's: then it starts when there is a beginning.
     constexpr bool AT_ONCE = SLICES == 0 || TOKENS < 128;
-    if (AT_ONCE) launch_dependents();
-    wait_for_previous_kernels();
-    if (!AT_ONCE && blockIdx.x >= tile_blocks) launch_dependents();
-    if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_there, 1);
+    if (AT_ONCE) start_next_kernel();
+    wait_for_previous_kernel();
+    if (!AT_ONCE && blockIdx.x >= tile_blocks) start_next_kernel();
+    if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_ready, 1);
     if (blockIdx.x < tile_blocks) {
         for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
              first += tile_blocks * TURNS * THREADS) {
@@ -56,8 +55,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         if (SLICES > 0) {
             publish_for_copies();
             __syncthreads();
-            if (threadIdx.x == 0) add_release(x_there, 1);
-            if (!AT_ONCE) launch_dependents();
+            if (threadIdx.x == 0) add_release(x_ready, 1);
+            if (!AT_ONCE) start_next_kernel();
         }
         return;
     }
