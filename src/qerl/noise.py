@@ -165,7 +165,7 @@ def _site(layer: nn.Module, place: str, name: str) -> NoiseSite:
     if not (hasattr(norm, "weight") and hasattr(norm, "noise")):
         raise ValueError(
             f"noise: {place}.{name} is a {type(norm).__name__} without a `.noise` slot: load the model with "
-            "qerl.nn.load_model, which puts qerl's RMSNorm in its place"
+            "qerl.nn.load.load_model, which puts qerl's RMSNorm in its place"
         )
     return norm
 

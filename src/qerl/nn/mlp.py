@@ -3,8 +3,8 @@
     y = down(swiglu(gate_proj(x), up_proj(x)))          swiglu and its gradient: kernels/activation
 
 It keeps gate, up and their product for the backward pass, where the same written as two operations keeps silu(gate),
-too. nn/load.py puts it in place of any block that is shown to compute this, with its linears as they are: names, files
-and adapters do not change.
+too. architecture.py puts it in place of any block that is shown to compute this, with its linears as they are: names,
+files and adapters do not change.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from tiny_models import tiny_model
 from torch import nn
 
 from qerl.nn import self_attention
+from qerl.nn.architecture import rms_norm_eps
 from qerl.nn.attention import ATTENTION, Packing
-from qerl.nn.load import rms_norm_eps
 from qerl.nn.mlp import GatedMLP, gated_mlp
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers
@@ -20,7 +20,7 @@ PACKING = Packing(torch.tensor([0, 4, 9], dtype=torch.int32), (4, 5))
 
 
 def layer_of(family: str) -> nn.Module:
-    """The first one, with our norms, as nn/load.py has made them by then."""
+    """The first one, with our norms, as nn/architecture.py has made them by then."""
     model = tiny_model(family)
     model.config._attn_implementation = ATTENTION
     layer = decoder_layers(model)[0]

@@ -45,7 +45,7 @@ from qerl.config import validate
 from qerl.engine.vllm.norms import lost_warning
 from qerl.formats.folding import Fold, read_folds
 from qerl.integrations.trl.vllm import Sampler, find_sampler
-from qerl.nn.load import rms_norm_eps
+from qerl.nn.architecture import rms_norm_eps
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
 from qerl.noise import (
