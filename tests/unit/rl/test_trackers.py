@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -287,11 +287,11 @@ def test_a_run_reports_what_it_writes(tmp_path, recorder):
 
 @pytest.mark.parametrize("left_behind", [False, True], ids=["nothing", "a folder of its name"])
 def test_a_tracker_that_is_not_installed_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, left_behind):
-    if find_spec("mlflow"):
-        pytest.skip("mlflow is installed")
     if left_behind:
         (tmp_path / "mlflow").mkdir()
-        monkeypatch.syspath_prepend(tmp_path)
+    spec = PathFinder.find_spec("mlflow", [str(tmp_path)])  # what is found where it is not installed
+    assert (spec is not None) == left_behind
+    monkeypatch.setattr(trackers, "find_spec", lambda name: spec)
     monkeypatch.setattr(load, "Checkpoint", None)
     with pytest.raises(ValueError, match=r'mlflow is not installed: pip install "qerl\[mlflow\]"'):
         qerl.Trainer("embedded", length, config(tmp_path / "run", "mlflow", **TINY), ROWS)
