@@ -132,13 +132,19 @@ def test_adapter(rows, k, ranks, scales, with_bias, dtype, device):
     assert_rounded_once(y, expected, magnitude)
 
 
-def test_an_adapter_of_another_weight_or_dtype_is_refused():
+def test_an_adapter_of_another_weight_dtype_or_device_is_refused():
     (weight, _), (other, _) = make((128, 64), 64, "cpu"), make((128,), 64, "cpu")
     entry = (draw(4, 64), draw(128, 4), 1.0)
     with pytest.raises(ValueError, match="not packed for this weight of 2 parts"):
         w4a16(torch.zeros(3, 64), weight, None, pack_adapter(other, [entry], torch.float32))
-    with pytest.raises(ValueError, match=r"packed for torch\.bfloat16, the activations are torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"packed for torch\.bfloat16 on cpu, the activations are torch\.float32 on cpu"
+    ):
         w4a16(torch.zeros(3, 64), other, None, pack_adapter(other, [entry]))
+    elsewhere = pack_adapter(other, [entry], torch.float32)
+    elsewhere = elsewhere._replace(a=elsewhere.a.to("meta"))
+    with pytest.raises(ValueError, match=r"on meta, the activations are torch\.float32 on cpu: pack it anew"):
+        w4a16(torch.zeros(3, 64), other, None, elsewhere)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

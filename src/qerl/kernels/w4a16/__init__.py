@@ -69,7 +69,7 @@ def w4a16(
     """x W^T + bias + u B^T.
 
     ValueError: x's last dimension is not the weight's K, x is on another device, or bias or adapter are another
-    weight's or of another dtype than x.
+    weight's, or of another dtype or device than x.
     """
     _check(x, weight.columns, weight)
     if bias is not None:
@@ -172,5 +172,8 @@ def _check_adapter(adapter: PackedAdapter, x: Tensor, weight: PackedWeight) -> N
             f"an adapter with A {list(adapter.a.shape)} and B {list(adapter.b.shape)} was not packed for this weight "
             f"of {len(weight.parts)} parts, {list(weight.padded_shape)} with padding"
         )
-    if adapter.a.dtype != x.dtype:
-        raise ValueError(f"the adapter was packed for {adapter.a.dtype}, the activations are {x.dtype}: pack it anew")
+    if adapter.a.dtype != x.dtype or adapter.a.device != x.device:
+        raise ValueError(
+            f"the adapter was packed for {adapter.a.dtype} on {adapter.a.device}, the activations are {x.dtype} on "
+            f"{x.device}: pack it anew"
+        )
