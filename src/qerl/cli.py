@@ -1,6 +1,7 @@
 """The command line: parse, call, print.
 
-Mistakes of a user end in one line on stderr and exit code 2; a run that was stopped and saved ends with 130.
+Mistakes of a user end in one line on stderr and exit code 2; a run that was stopped and saved ends with 130, one that
+cannot go on, or has no memory left, with 1.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ was before: w / s stands for it, and takes Z / s (`site_rows`).
 
     controller.sigma(rollout) -> NoiseDraw(seed, step, sigma, per) -> draw.rows(site, streams, size) = sigma * Z
         engine/     writes clean + Z into its own norm buffers                     (rollouts)
-        rl/trainer  with applied(model, draw, streams, index): forward, backward   (if training uses the same noise)
+        rl/update   with applied(model, draw, streams, index): forward, backward   (if training uses the same noise)
 
 Z is a function of (seed, step, site, stream) through philox.py, so nothing is stored and anyone can recompute it. A
 stream says who shares a Z:

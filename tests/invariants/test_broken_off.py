@@ -15,6 +15,7 @@ from qerl.display import Display
 from qerl.rl.log import RunLog
 from qerl.rl.rollout import PromptStream
 from qerl.rl.trainer import Interrupted, RunFailed, Trainer
+from qerl.rl.update import MAX_SKIPPED_UPDATES, Learner
 from qerl.tasks.arithmetic import ArithmeticTask
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
@@ -23,11 +24,12 @@ SHORT = [
     "lora.r=4",
     "rollout.prompts_per_step=2",
     "rollout.num_generations=4",
-    "rollout.max_completion_length=24",
+    "rollout.max_completion_length=20",
     "noise.controller=divergence",
-    "eval.num_problems=2",
+    "eval.num_problems=1",
     "eval.every=2",
     "eval.num_samples=1",
+    "eval.greedy=false",
 ]
 
 
@@ -68,7 +70,7 @@ def unbroken(tmp_path_factory) -> Path:
         (PromptStream, "take", ValueError("prompts are too long")),
         (ArithmeticTask, "grade_batch", TypeError("a grader's mistake")),
         (RunLog, "write_completions", OSError("no space left")),
-        (Trainer, "_update", RuntimeError("no kernel")),
+        (Learner, "_logprobs", RuntimeError("no kernel")),
         (Trainer, "_evaluate", RuntimeError("no engine")),
         (RunLog, "write_metrics", OSError("no space left")),
     ],
@@ -110,7 +112,7 @@ def test_a_stopped_trainer_goes_on(unbroken, tmp_path, monkeypatch):
 
 def test_half_a_step_is_not_gone_on_from(tmp_path, monkeypatch):
     run = trainer(tmp_path / "run")
-    monkeypatch.setattr(run.optimizer, "step", lambda: 1 / 0)
+    monkeypatch.setattr(run.learner.optimizer, "step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train()
     with pytest.raises(RunFailed, match="broken off in its updates"):
@@ -125,3 +127,30 @@ def test_a_mistake_in_the_settings_is_no_run_to_go_on_with(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="prompts are too long"):
         trainer(tmp_path / "run").train()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def poison(run: Trainer, *, steps: range) -> None:
+    """Make a weight's gradient NaN in these steps."""
+    parameter = next(p for name, p in run.model.named_parameters() if "lora_B" in name)
+    parameter.register_hook(lambda grad: grad * (float("nan") if run.step in steps else 1.0))
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted(tmp_path):
+    run = trainer(tmp_path / "run")
+    poison(run, steps=range(1))
+    run.pending = run.train_step()
+    assert run.pending["num_skipped_updates"] == 1 and run.pending["num_updates"] == 1
+    assert not any(p.any() for name, p in run.model.named_parameters() if "lora_B" in name)
+    run.train()
+    rows, _, tensors = outcome(tmp_path / "run")
+    assert [row["num_skipped_updates"] for row in rows] == [1, 0, 0] and rows[0]["grad_norm"] is None
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_gradients_that_stay_not_finite_end_the_run(tmp_path):
+    run = trainer(tmp_path / "run")
+    poison(run, steps=range(MAX_SKIPPED_UPDATES))
+    with pytest.raises(
+        RunFailed, match=r"3 updates in a row had a gradient that is not finite: try.*\n.*from the start"
+    ):
+        run.train()

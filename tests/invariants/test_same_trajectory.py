@@ -15,6 +15,7 @@ from qerl.display import Display
 from qerl.rl import trainer
 from qerl.rl.batch import TrainBatch, TrainSequence
 from qerl.rl.trainer import Trainer
+from qerl.rl.update import Learner
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SHORT = [
@@ -73,7 +74,7 @@ def test_what_matters_does_change_it(settings, expected, tmp_path):
 
 def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp_path, monkeypatch):
     """Twice, when gradients of the same optimizer step are there already."""
-    logprobs, seen = Trainer._logprobs, []
+    logprobs, seen = Learner._logprobs, []
 
     def failing(self, micro):
         seen.append(len(micro.input_ids))
@@ -81,7 +82,7 @@ def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp
             raise torch.OutOfMemoryError("CUDA out of memory")
         return logprobs(self, micro)
 
-    monkeypatch.setattr(Trainer, "_logprobs", failing)
+    monkeypatch.setattr(Learner, "_logprobs", failing)
     got = trained(tmp_path / "run", "optimizer.micro_batch_tokens=128")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["micro_batch_tokens"] < 128 and max(seen[4:]) < max(seen[:4])
@@ -91,7 +92,7 @@ def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp
 
 def test_a_run_without_enough_memory_is_saved_and_goes_on_with_less(expected, tmp_path, monkeypatch):
     """In the update of the second step, however small its micro-batches, after gradients of the first ones."""
-    logprobs, sizes = Trainer._logprobs, []
+    logprobs, sizes = Learner._logprobs, []
 
     def failing(self, micro):
         if self.step == 1:
@@ -101,7 +102,7 @@ def test_a_run_without_enough_memory_is_saved_and_goes_on_with_less(expected, tm
         return logprobs(self, micro)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_logprobs", failing)
+        patch.setattr(Learner, "_logprobs", failing)
         with pytest.raises(trainer.RunFailed, match=r"one sequence of .* tokens: turn .*\nSaved .*step-000001"):
             trained(tmp_path / "run", "optimizer.micro_batch_tokens=16")
     less = ["optimizer.micro_batch_tokens=64", "optimizer.gradient_checkpointing=true", "optimizer.logprob_chunk=64"]
@@ -137,24 +138,25 @@ def test_micro_batches_shrink_down_to_the_longest_sequence_that_counts():
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the update of one sequence of 10 tokens"):
-        Trainer._within_memory(run, batch, range(5), work)
+        Learner._within_memory(run, batch, range(5), work)
     assert tried == [40, 20, 10]
     assert run.display.warning.call_count == run.optimizer.zero_grad.call_count == 2
 
 
 def test_the_update_has_the_memory_of_keys_and_values(tmp_path, monkeypatch):
-    awake = {"rollout": [], "update": []}
-    update, collect = Trainer._update, trainer.collect_groups
+    awake, engines = {"rollout": [], "update": []}, []
+    update, collect = Learner.update, trainer.collect_groups
 
     def updating(self, *of):
-        awake["update"].append(self.engine._cache is not None)
+        awake["update"].append(engines[-1]._cache is not None)
         return update(self, *of)
 
     def collecting(step, stream, engine, *of):
+        engines.append(engine)
         awake["rollout"].append(engine._cache is not None)
         return collect(step, stream, engine, *of)
 
-    monkeypatch.setattr(Trainer, "_update", updating)
+    monkeypatch.setattr(Learner, "update", updating)
     monkeypatch.setattr(trainer, "collect_groups", collecting)
     trained(tmp_path / "run")
     # The first rollout is where the engine learns how much it needs; the second one takes it beforehand.

@@ -80,7 +80,7 @@ def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
-    monkeypatch.setattr("qerl.rl.trainer.policy_loss", fail)
+    monkeypatch.setattr("qerl.rl.update.policy_loss", fail)
     record = run_step(Case(**TINY), device="cpu")
     assert record["error"].startswith("OutOfMemoryError: no memory for the update of one sequence of 32 tokens")
     assert list(record["parts"])[-1] == "forward"

@@ -3,6 +3,7 @@
 | module | what it is |
 |---|---|
 | `trainer.py` | the loop, top to bottom |
+| `update.py` | the optimizer steps of a rollout: passes, gradients, clipping, what memory allows |
 | `rollout.py` | one step's groups: prompts, completions, rewards, dynamic sampling |
 | `advantage.py` | rewards to advantages |
 | `batch.py` | groups to packed mini-batches and micro-batches |

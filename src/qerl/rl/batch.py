@@ -17,7 +17,8 @@ come. Nothing is padded, and masks are lengths:
 the batch otherwise: `table[micro.slots]`, with `table` of `num_completion_tokens` entries.
 
 Completions that give no gradient (empty, or truncated under overlong filtering) are in no micro-batch; the loss's
-Normalizer counts them. Prompts are repeated for each completion of a group. Called by rl/trainer.py.
+Normalizer counts them. Prompts are repeated for each completion of a group. Made by rl/trainer.py,
+cut by rl/update.py.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Four log-probabilities, all [T] in fp32, at the sampling temperature, never one 
 Sources: GRPO arXiv 2402.03300; DAPO arXiv 2503.14476; Dr. GRPO arXiv 2503.20783; GSPO arXiv 2507.18071; CISPO (of
 MiniMax-M1) arXiv 2506.13585; truncated importance sampling: Ionides, J. Comput. Graph. Stat. 17(2), 2008, and for the
 gap between engine and trainer Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-2025. The numbers agree with TRL's GRPOTrainer (tests/unit/rl/test_loss_trl.py). Called by rl/trainer.py.
+2025. The numbers agree with TRL's GRPOTrainer (tests/unit/rl/test_loss_trl.py). Called by rl/update.py.
 """
 
 from __future__ import annotations

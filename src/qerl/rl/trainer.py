@@ -6,12 +6,9 @@
         groups <- prompts, completions, rewards            rl/rollout.py
         engine.sleep(): the update has the KV memory, until engine.wake() before the next rollout
         advantages <- groups                               rl/advantage.py
-        old_logprobs (and ref_logprobs) <- one scoring pass, where the loss needs them
-        for each update: micro-batches -> loss -> gradient rl/batch.py, rl/loss.py
-        clip, AdamW, learning rate
-        log, evaluate, checkpoint                          rl/checkpoint.py
+        for each update: loss, gradient, AdamW             rl/update.py
+        log, evaluate, checkpoint                          rl/log.py, rl/checkpoint.py
 
-Base weights are frozen and packed; the optimizer sees LoRA factors (and norm weights where they are trained) alone.
 Every random draw has a key (seed, step, prompt, sample), so a step can be replayed whole.
 """
 
@@ -23,32 +20,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl import philox
 from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine, check_engine
 from qerl.evaluate import evaluate
 from qerl.evaluate.show import show_progress
-from qerl.nn.attention import packed_forward
-from qerl.nn.head import token_logprobs
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
-from qerl.nn.lora import adapters_disabled, attach_lora
+from qerl.nn.lora import attach_lora
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
-from qerl.noise import NoiseDraw, NoiseMonitor, Observation, applied, build_controller, relative_noise
+from qerl.noise import NoiseDraw, NoiseMonitor, Observation, build_controller, relative_noise
 from qerl.plan import check_fits
 from qerl.rl.advantage import compute_advantages
-from qerl.rl.batch import MicroBatch, TrainBatch
+from qerl.rl.batch import TrainBatch
 from qerl.rl.checkpoint import (
     check_same_run,
     list_checkpoints,
@@ -59,16 +52,15 @@ from qerl.rl.checkpoint import (
     save_checkpoint,
 )
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
-from qerl.rl.loss import LossSums, Normalizer, policy_loss
-from qerl.rl.optimizer import build_optimizer, check_optimizer, learning_rate
+from qerl.rl.optimizer import check_optimizer
 from qerl.rl.rollout import PromptStream, Rollout, collect_groups
-from qerl.rl.summary import UpdateTotals, rollout_metrics
+from qerl.rl.summary import rollout_metrics
 from qerl.rl.trackers import Trackers, check_installed
+from qerl.rl.update import Learner, NotFinite, Watch
 from qerl.tasks import Task, load_task
 from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, SamplingParams
 
-MAX_SKIPPED_UPDATES = 3  # non-finite gradients in a row before the run stops
 STEPS_BEFORE_WARNING = 5  # steps in a row in which no group's rewards differ
 
 
@@ -80,14 +72,8 @@ class RunFailed(RuntimeError):
     """The run cannot go on; the message says why, and from where it can be resumed once that is mended."""
 
 
-T = TypeVar("T")
-
 Loader = Callable[[ModelConfig], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 """What gives the frozen model and its tokenizer."""
-
-Watch = Callable[[str], AbstractContextManager[object]]
-"""Called with a part of a step, gives a context that is entered around it: wake, sync, rollout, sleep, score, forward,
-backward, optimizer."""
 
 
 class Trainer:
@@ -95,9 +81,6 @@ class Trainer:
 
     `task` and `rewards`: instead of those that the config names; `load`: instead of reading the model's folder.
     """
-
-    watch: Watch
-    """Around the parts of every step; does nothing unless it is replaced."""
 
     def __init__(
         self,
@@ -110,7 +93,6 @@ class Trainer:
         display: Display | None = None,
     ) -> None:
         self.config = config
-        self.watch = lambda part: nullcontext()
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
         checkpoint = self._find_checkpoint(resume)
@@ -138,20 +120,16 @@ class Trainer:
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
         )
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.learner = Learner(self.model, config, self.display)
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
         self.stream = PromptStream(self.task, self.tokenizer, seed=config.seed, max_prompt_length=max_prompt_length)
         self.log = RunLog(self.output_dir, completions_per_step=config.log_completions)
 
         self.step = 0
-        self.micro_batch_tokens = config.optimizer.micro_batch_tokens  # or fewer, once memory has run out
         self.pending: dict[str, Any] | None = {"step": 0}  # metrics of a step that is not evaluated and logged yet
-        self.rate_scale = 1.0
-        self.skipped_updates = 0
         self.steps_without_signal = 0
         self.stop_requested = False
-        self.updating = False  # since the first optimizer step: whether an exception would leave a step half applied
         if checkpoint is not None:
             self._restore(checkpoint)
         elif resume:
@@ -166,6 +144,15 @@ class Trainer:
                 "repeats some; lower rollout.prompts_per_step"
             )
 
+    @property
+    def watch(self) -> Watch:
+        """Around the parts of every step; does nothing unless it is replaced."""
+        return self.learner.watch
+
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        self.learner.watch = watch
+
     # ------------------------------------------------------------------ the loop
 
     def train(self) -> None:
@@ -173,7 +160,7 @@ class Trainer:
 
         Called again, it goes on. RunFailed: what else stopped it; the message says what was saved.
         """
-        if self.updating:
+        if self.learner.updating:
             raise RunFailed(f"a step was broken off in its updates: resume from {self._last_good()}")
         self.stop_requested = False
         # What a killed run, or a failed step, wrote past this state will be written again. A step's completions are
@@ -193,11 +180,11 @@ class Trainer:
                 path = self._save()
                 raise Interrupted(f"stopped after step {self.step}; saved {path}") from None
             except Exception as error:
-                if self.updating and isinstance(error, torch.OutOfMemoryError):
+                if self.learner.updating and isinstance(error, NotFinite | torch.OutOfMemoryError):
                     raise RunFailed(
                         f"{error}\nIn the middle of a step's updates: --resume goes on from {self._last_good()}"
                     ) from error
-                if self.updating or (self.step == 0 and isinstance(error, ValueError)):
+                if self.learner.updating or (self.step == 0 and isinstance(error, ValueError)):
                     raise  # half a step, or a mistake in the settings: neither is worth keeping
                 path = self._save()
                 if isinstance(error, RuntimeError | OSError | ValueError):
@@ -239,12 +226,11 @@ class Trainer:
             update_started = time.monotonic()
             with self.watch("sleep"):
                 self.engine.sleep()  # keys and values make room for activations
-            metrics |= self._update(batch, draw)
+            metrics |= self.learner.update(self.step, batch, draw)
             update_seconds = time.monotonic() - update_started
         except BaseException:
-            if not self.updating:
+            if not self.learner.updating:
                 self.stream.position, self.stream.num_too_long = before
-                self.optimizer.zero_grad(set_to_none=True)
             raise
         self.step += 1
         metrics |= {
@@ -255,7 +241,7 @@ class Trainer:
             "noise/vectors": report.num_noised_vectors,
             "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
             "tokens_per_second": rollout.num_new_tokens / rollout_seconds,
-            "micro_batch_tokens": self.micro_batch_tokens,
+            "micro_batch_tokens": self.learner.micro_batch_tokens,
             "time/rollout": rollout_seconds,
             "time/update": update_seconds,
         }
@@ -271,7 +257,7 @@ class Trainer:
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
         if "mismatch_kl" in metrics:  # not where no completion was trained on
             self._react_to_divergence(mismatch_kl)
-        self.updating = False
+        self.learner.updating = False
         return metrics | {"time/step": time.monotonic() - started}
 
     def _warn_without_signal(self, rollout: Rollout) -> None:
@@ -284,159 +270,6 @@ class Trainer:
                 f"{self.log.completions_path}; is the task too hard or too easy, or does the prompt not ask for what "
                 "the reward functions look for?"
             )
-
-    # ------------------------------------------------------------------ the update
-
-    def _update(self, batch: TrainBatch, draw: NoiseDraw | None) -> dict[str, float]:
-        """All optimizer steps that one rollout is used for; returns their metrics.
-
-        `old_logprobs` are the policy's before the first of them: scored in a pass of their own when there are several
-        steps, else the policy's own, detached, which are the same numbers.
-        """
-        loss, optimizer = self.config.loss, self.config.optimizer
-        everything = range(len(batch.sequences))
-        num_updates = loss.num_iterations * loss.updates_per_rollout
-        old = ref = None
-        if num_updates > 1:
-            old = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
-        if loss.beta > 0:
-            with adapters_disabled(self.model):
-                ref = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
-
-        totals = UpdateTotals()
-        for iteration in range(loss.num_iterations):
-            parts = batch.mini_batches(loss.updates_per_rollout, philox.fold(self.config.seed, self.step, iteration))
-            for index, part in enumerate(parts):
-                update = self.step * num_updates + iteration * loss.updates_per_rollout + index
-                rate = self.rate_scale * learning_rate(optimizer, update, self.config.steps * num_updates)
-                normalizer = batch.normalizer(part, self.config.rollout.max_completion_length)
-                phase = f"update {update % num_updates + 1} of {num_updates}" if num_updates > 1 else "update"
-
-                def accumulate(part: list[int] = part, normalizer: Normalizer = normalizer, phase: str = phase) -> Any:
-                    return self._accumulate(batch, part, normalizer, old, ref, draw, phase)
-
-                for value, entropy, sums in self._within_memory(batch, part, accumulate):
-                    totals.add_micro_batch(value, entropy, sums)
-                with self.watch("optimizer"):
-                    taken = self._optimizer_step(rate)
-                totals.add_update(*taken)
-        return totals.metrics()
-
-    def _accumulate(
-        self,
-        batch: TrainBatch,
-        part: list[int],
-        normalizer: Normalizer,
-        old: Tensor | None,
-        ref: Tensor | None,
-        draw: NoiseDraw | None,
-        phase: str,
-    ) -> list[tuple[Tensor, Tensor, LossSums]]:
-        """Gradients of an optimizer step; loss, entropies and sums of each micro-batch."""
-        results = []
-        micro_batches = batch.micro_batches(part, self.micro_batch_tokens, self.device)
-        for number, micro in enumerate(micro_batches):
-            self.display.phase(phase, number, len(micro_batches))
-            with self._training_noise(micro, draw):
-                with self.watch("forward"):
-                    logprobs, entropy = self._logprobs(micro)
-                    value, sums = policy_loss(
-                        self.config.loss,
-                        normalizer,
-                        policy_logprobs=logprobs,
-                        old_logprobs=None if old is None else old[micro.slots],
-                        rollout_logprobs=micro.rollout_logprobs,
-                        ref_logprobs=None if ref is None else ref[micro.slots],
-                        sequence=micro.sequence,
-                        advantages=micro.advantages,
-                        lengths=micro.lengths,
-                    )
-                with self.watch("backward"):
-                    value.backward()
-            results.append((value.detach(), entropy, sums))
-        return results
-
-    def _within_memory(self, batch: TrainBatch, part: Sequence[int], work: Callable[[], T]) -> T:
-        """`work()`; where memory runs out, again from its beginning with micro-batches half as large.
-
-        They stay so from then on. Gradients of a broken-off attempt are thrown away; those of a step do not depend on
-        its cut. part: numbers of the sequences that `work` is about. OutOfMemoryError: each is alone already.
-        """
-        while True:
-            try:
-                return work()
-            except torch.OutOfMemoryError as error:
-                micro_batches = batch.micro_batches(part, self.micro_batch_tokens)
-                largest = max(len(micro.input_ids) for micro in micro_batches)
-                longest = max(member.num_tokens for micro in micro_batches for member in micro.members)
-                if largest == longest:
-                    raise torch.OutOfMemoryError(
-                        f"no memory for the update of one sequence of {longest:,} tokens: turn "
-                        "optimizer.gradient_checkpointing and optimizer.offload_activations on, or lower "
-                        f"optimizer.logprob_chunk; `qerl plan` says what takes the memory ({error})"
-                    ) from None
-            # Only here the exception, and with it what its frames held, is gone.
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self.micro_batch_tokens = max(longest, largest // 2)
-            self.display.warning(
-                f"step {self.step + 1}: out of memory in the update; it begins again with micro-batches of "
-                f"{self.micro_batch_tokens:,} tokens (set optimizer.micro_batch_tokens to begin with them)"
-            )
-
-    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """policy_logprobs [C] with gradient, and the entropy [C], of the completion tokens."""
-        hidden = packed_forward(self.model, micro.input_ids, micro.cu_seqlens)
-        output = head(self.model)
-        return token_logprobs(
-            hidden[micro.predictors],
-            output.weight,
-            micro.targets,
-            temperature=self.config.rollout.temperature,
-            chunk=self.config.optimizer.logprob_chunk,
-            bias=output.bias,
-        )
-
-    @torch.no_grad()
-    def _score(self, batch: TrainBatch, sequences: Sequence[int], draw: NoiseDraw | None) -> Tensor:
-        """Log-probabilities of all completion tokens, [num_completion_tokens], under the model as it is now."""
-        table = torch.zeros(batch.num_completion_tokens, device=self.device)
-        for micro in batch.micro_batches(sequences, self.micro_batch_tokens, self.device):
-            with self._training_noise(micro, draw), self.watch("score"):
-                table[micro.slots] = self._logprobs(micro)[0]
-        return table
-
-    def _training_noise(self, micro: MicroBatch, draw: NoiseDraw | None) -> AbstractContextManager[None]:
-        """The rollout's own noise around a training pass, or none."""
-        if draw is None or not self.config.noise.same_noise_in_training:
-            return nullcontext()
-        return applied(self.model, draw, *micro.noise_streams(draw))
-
-    def _optimizer_step(self, rate: float) -> tuple[float, float, bool]:
-        """Clip and step; returns the rate, the gradient's norm before clipping, and whether the step was taken.
-
-        A gradient that is not finite is thrown away and counted; MAX_SKIPPED_UPDATES in a row end the run.
-        """
-        self.updating = True
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.max_grad_norm).item()
-        taken = math.isfinite(norm)
-        if taken:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.skipped_updates = 0
-        else:
-            self.skipped_updates += 1
-            self.display.warning(f"step {self.step + 1}: the gradient is not finite; this update is left out")
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.skipped_updates == MAX_SKIPPED_UPDATES:
-            raise RunFailed(
-                f"{MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite. The last good state is "
-                f"{self._last_good()}. Try a lower optimizer.learning_rate or noise.sigma_start"
-            )
-        return rate, norm, taken
 
     # ------------------------------------------------------------------ noise
 
@@ -462,9 +295,9 @@ class Trainer:
             f"{self.monitor.divergence_limit}: {what}"
         )
         if action == "cut_lr":
-            self.rate_scale /= 2
+            self.learner.rate_scale /= 2
         if action == "rollback" and checkpoints:
-            load_parameters(checkpoints[-1], self.model, self.optimizer)
+            load_parameters(checkpoints[-1], self.model, self.learner.optimizer)
 
     # ------------------------------------------------------------------ between steps
 
@@ -615,8 +448,7 @@ class Trainer:
             "pending": self.pending,
             "data_position": self.stream.position,
             "data_too_long": self.stream.num_too_long,
-            "rate_scale": self.rate_scale,
-            "skipped_updates": self.skipped_updates,
+            **self.learner.state_dict(),
             "controller": self.controller.state_dict(),
             "monitor": self.monitor.state_dict(),
         }
@@ -624,20 +456,19 @@ class Trainer:
             self.output_dir,
             step=self.step,
             model=self.model,
-            optimizer=self.optimizer,
+            optimizer=self.learner.optimizer,
             state=state,
             config=self.config,
         )
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
-        load_parameters(folder, self.model, self.optimizer)
+        load_parameters(folder, self.model, self.learner.optimizer)
         self.step = state["step"]
         self.pending = state["pending"]
         self.stream.position = state["data_position"]
         self.stream.num_too_long = state["data_too_long"]
-        self.rate_scale = state["rate_scale"]
-        self.skipped_updates = state["skipped_updates"]
+        self.learner.load_state_dict(state)
         self.controller.load_state_dict(state["controller"])
         self.monitor.load_state_dict(state["monitor"])
         load_generators(folder)

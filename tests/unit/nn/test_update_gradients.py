@@ -67,8 +67,8 @@ def trainer_gradients(family: str, folder, loss_type: str, offload: bool):
             gradients[name] = [part["default"].weight.grad.clone() for part in (module.lora_A, module.lora_B)]
         return rate, 0.0, True
 
-    trainer._optimizer_step = keep_gradients
-    trainer._update(batch, None)
+    trainer.learner._optimizer_step = keep_gradients
+    trainer.learner.update(0, batch, None)
     factors = {name: lora_factors(module) for name, module in modules.items()}
     return gradients, factors, dense, batch
 
