@@ -126,7 +126,7 @@ def model_folder(path: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
-            "download one first, or use path = 'embedded'"
+            "download one first (hf download OWNER/NAME --local-dir FOLDER), or use path = 'embedded'"
         )
     return folder
 

@@ -6,6 +6,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
@@ -234,6 +235,31 @@ def test_adapters_train_are_saved_and_merge_only_into_dequantised_weights(kind, 
         assert torch.equal(model(TOKENS).logits, logits)
     merged = dense.eval().merge_and_unload()
     torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["AdaLora", "IA3", "Vera", "RandLora", "OFT", "FourierFT", "Miss"])
+def test_adapters_that_leave_the_weight_alone_compute_as_over_dequantised_weights(kind):
+    settings = {
+        "AdaLora": {"total_step": 10},
+        "IA3": {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    }.get(kind, {})
+    logits, grads = [], []
+    for dequantised in (False, True):
+        model = loaded()
+        if dequantised:
+            model.dequantize()
+        torch.manual_seed(0)
+        adapter = getattr(peft, f"{kind}Config")(**{"target_modules": ["q_proj"]} | settings)
+        adapted = get_peft_model(model, adapter)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+        logits.append(adapted(TOKENS).logits)
+        grads.append(gradients(adapted))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
+    for (name, ours), theirs in zip(grads[0].items(), grads[1].values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_gradient_checkpointing_changes_no_gradient():
