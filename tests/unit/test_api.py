@@ -89,7 +89,7 @@ def test_held_out_rows_are_graded_and_never_trained_on(tmp_path, caplog):
     args = config(tmp_path / "run", task={"grader": "numeric"}, eval={"greedy": False})
     trainer = qerl.Trainer("embedded", length, args, CHATS, CHATS[:2])
     assert trainer.task.num_train_examples == 6 and trainer.task.num_eval_examples == 2
-    assert "2 of 8 prompts of train_dataset are in eval_dataset too" in caplog.text
+    assert "train_dataset: 2 of 8 prompts are held-out ones too: they are not trained on" in caplog.text
     assert "eval/accuracy" in trainer.train()[-1]
 
 

@@ -4,7 +4,8 @@
 
 Held-out problems are, in this order: those of `task.eval_path`; the split `task.eval_split`; a split called test or
 validation; else the share `task.held_out_share` of the training split with the smallest hashes of the prompt, which is
-the same in every run whatever the order of the rows. A training problem whose prompt is held out as well is dropped.
+the same in every run whatever the order of the rows. A training problem whose prompt is held out as well is dropped,
+with a warning that counts them.
 Evaluation sets hold out all they have; data with only a test split have nothing to train on either.
 
 | layout | a row's fields | columns for rewards and graders |
@@ -144,15 +145,14 @@ class DataTask:
             others = _open(config.eval_path, config.subset, "task.eval_path")
             other = _held_out_split(others, config) or _only(others, config.eval_path)
             held_out = self._rows(config.eval_path, others, other, config)
-        elif (other := _held_out_split(splits, config)) is not None and other != name:
+        elif (other := _held_out_split(splits, config, name)) is not None and other != name:
             held_out = self._rows(place, splits, other, config)
         else:
             assert name is not None, "there is a split, and it is not the held-out one"
             return self._cut(self._rows(place, splits, name, config), config.held_out_share, place)
         if name is not None:
-            train = self._rows(place, splits, name, config)
-        prompts = {problem_key(prompt) for prompt, _ in held_out}
-        return [row for row in train if problem_key(row[0]) not in prompts], held_out
+            train = without_held_out(self._rows(place, splits, name, config), held_out, f"{place}, {name}")
+        return train, held_out
 
     def _rows(self, place: str, splits: Splits, name: str, config: TaskConfig) -> list[tuple[Prompt, Row]]:
         """Return the problems of one split that the filters keep."""
@@ -186,6 +186,20 @@ class DataTask:
                 "task.eval_path, or more rows"
             )
         return train, held_out
+
+
+def without_held_out(
+    train: list[tuple[Prompt, Row]], held_out: Sequence[tuple[Prompt, Row]], place: str
+) -> list[tuple[Prompt, Row]]:
+    """The training problems (of `place`) whose prompt is not held out as well."""
+    prompts = {problem_key(prompt) for prompt, _ in held_out}
+    kept = [row for row in train if problem_key(row[0]) not in prompts]
+    if len(kept) < len(train):
+        logger.warning(
+            "%s: %d of %d prompts are held-out ones too: they are not trained on",
+            *(place, len(train) - len(kept), len(train)),
+        )
+    return kept
 
 
 def _open(source: str, subset: str | None, key: str) -> Splits:
@@ -223,10 +237,12 @@ def _train_split(splits: Splits, config: TaskConfig) -> str | None:
     return None
 
 
-def _held_out_split(splits: Splits, config: TaskConfig) -> str | None:
+def _held_out_split(splits: Splits, config: TaskConfig, train: str | None = None) -> str | None:
     if config.eval_split is not None:
         if config.eval_split not in splits:
             raise ValueError(f"task.eval_split: there is no split {config.eval_split!r}; there are {', '.join(splits)}")
+        if config.eval_split == train:
+            raise ValueError(f"task.eval_split and task.split are both {train!r}: leave one out, or take another")
         return config.eval_split
     return next((name for name in HELD_OUT_SPLITS if name in splits), None)
 

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from qerl.config import TaskConfig
-from qerl.tasks.data import DataTask, Prompt, problem_key
+from qerl.tasks.data import DataTask, Prompt, without_held_out
 from qerl.tasks.table import Row
-
-logger = logging.getLogger(__name__)
 
 
 class RowsTask(DataTask):
@@ -35,16 +32,9 @@ class RowsTask(DataTask):
         splits = {name: rows.copy for name, rows in self._given.items()}
         held_out = self._rows("Trainer", splits, "eval_dataset", config) if self._given["eval_dataset"] else []
         train = self._rows("Trainer", splits, "train_dataset", config)
-        keys = {problem_key(prompt) for prompt, _ in held_out}
-        kept = [row for row in train if problem_key(row[0]) not in keys]
+        kept = without_held_out(train, held_out, "train_dataset")
         if not kept:
             raise ValueError("every prompt of train_dataset is in eval_dataset too: nothing is left to train on")
-        if len(kept) < len(train):
-            logger.warning(
-                "%d of %d prompts of train_dataset are in eval_dataset too: they are not trained on",
-                len(train) - len(kept),
-                len(train),
-            )
         return kept, held_out
 
 

@@ -80,7 +80,7 @@ def _open_named(name: str, subset: str | None) -> Splits:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():
             continue
         try:

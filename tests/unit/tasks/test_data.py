@@ -47,12 +47,13 @@ def held_out(task: Task, column: str = "answer") -> list:
 # ---------------------------------------------------------------- what is held out
 
 
-def test_a_test_split_is_held_out(tmp_path):
+def test_a_test_split_is_held_out(tmp_path, caplog):
     write(tmp_path / "train.jsonl", [gsm8k(100), *(gsm8k(i) for i in range(5)), gsm8k(104)])
     write(tmp_path / "test.jsonl", [gsm8k(i) for i in range(100, 105)])
     task = load("gsm8k", tmp_path)
     assert held_out(task) == [f"1,10{i}" for i in range(5)]
     assert trained(task) == [f"1,00{i}" for i in range(5)]  # 100 and 104 are held out as well
+    assert "train: 2 of 7 prompts are held-out ones too: they are not trained on" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "mine.jsonl"])
@@ -96,6 +97,8 @@ def test_splits_by_name(tmp_path):
         load("gsm8k", tmp_path, split="trian")
     with pytest.raises(ValueError, match=r"task\.eval_split: there is no split 'x'"):
         load("gsm8k", tmp_path, eval_split="x")
+    with pytest.raises(ValueError, match=r"task\.eval_split and task\.split are both 'extra'"):
+        load("gsm8k", tmp_path, split="extra", eval_split="extra")
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(ValueError, match=r"task\.split: there is no split 'train'; choose among"):
         load("gsm8k", tmp_path)

@@ -87,6 +87,12 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
             rows()
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    for name, text in (("a.jsonl", '{"a": "1"}'), ("b.csv", "a\n1\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert open_table(str(tmp_path / name))[name[0]]() == [{"a": "1"}]
+
+
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match=r"the folder .* has no \.jsonl, "):
         open_table(str(tmp_path))
