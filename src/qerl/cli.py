@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -57,6 +58,7 @@ ConfigFile = Annotated[
 ]
 
 FORMATS: tuple[str, ...] = get_args(ModelConfig.model_fields["format"].annotation)
+PACKED_FORMATS = tuple(format for format in FORMATS if format != "bf16")
 FormatOption = Annotated[
     str,
     typer.Option(
@@ -110,21 +112,23 @@ def train(
 
 def _load(path: Path | None, overrides: list[str] | None) -> RunConfig:
     """The config of a file, or of the defaults where the first word is a setting already."""
-    if path is not None and "=" in str(path):
+    if path is not None and "=" in str(path) and not path.is_file():
         path, overrides = None, [str(path), *(overrides or [])]
     return load_config(path, overrides)
 
 
-def _check_format(format: str) -> None:
-    if format not in FORMATS:
-        raise ValueError(f"--format {format}: choose one of {', '.join(FORMATS)}")
+def _choice(option: str, value: str, choices: Sequence[str]) -> Any:
+    """The value, which is one of the choices; ValueError for another."""
+    if value not in choices:
+        raise ValueError(f"{option} {value}: choose one of {', '.join(choices)}")
+    return value
 
 
 @app.command()
 def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of a transformers model in bf16 safetensors.")],
     target: Annotated[Path, typer.Argument(help="New folder, as compressed-tensors (nf4: bitsandbytes) lays it out.")],
-    format: Annotated[str, typer.Option(help="nvfp4, mxfp4, nf4 or int4.")] = "nvfp4",
+    format: Annotated[str, typer.Option(help=f"{', '.join(PACKED_FORMATS)}.")] = "nvfp4",
     scale: Annotated[
         str | None,
         typer.Option(
@@ -147,10 +151,8 @@ def quantize(
 ) -> None:
     """Write a folder's linear layers in 4 bits, shard by shard; called again after a cut, it goes on."""
     scale = scale or ("weighted" if calibrate else "sweep")
-    if format not in ("nvfp4", "mxfp4", "nf4", "int4"):
-        raise ValueError(f"--format {format}: choose nvfp4, mxfp4, nf4 or int4")
-    if scale not in ("sweep", "amax", "weighted"):
-        raise ValueError(f"--scale {scale}: choose sweep, amax or weighted")
+    _choice("--format", format, PACKED_FORMATS)
+    _choice("--scale", scale, ("sweep", "amax", "weighted"))
     if scale == "weighted" and calibrate is None:
         raise ValueError("--scale weighted: name the text to weigh by, --calibrate FILE")
     if calibrate is not None and not awq and scale != "weighted":
@@ -201,7 +203,8 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter, in PEFT's layout.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="Base and adapter as one model in 16 bits.")] = False,
     requantize: Annotated[
-        str | None, typer.Option(help="The merged model in 4 bits again: nvfp4, mxfp4, nf4, int4.", show_default=False)
+        str | None,
+        typer.Option(help=f"The merged model in 4 bits again: {', '.join(PACKED_FORMATS)}.", show_default=False),
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the base model, where the run's model.path has moved.")
@@ -214,8 +217,7 @@ def export(
     """Write what a run has learned as a folder that other programs load."""
     if adapter + merged + (requantize is not None) != 1:
         raise ValueError("qerl export: choose one of --adapter, --merged, --requantize nvfp4")
-    if requantize not in (None, "nvfp4", "mxfp4", "nf4", "int4"):
-        raise ValueError(f"--requantize {requantize}: choose nvfp4, mxfp4, nf4 or int4")
+    format = "nvfp4" if requantize is None else _choice("--requantize", requantize, PACKED_FORMATS)
     from qerl.export import export
     from qerl.report.weights import print_export
 
@@ -224,7 +226,7 @@ def export(
         run,
         to,
         kind,
-        format=requantize or "nvfp4",
+        format=format,
         base_folder=base,
         unfold=unfold,
         device=device,
@@ -268,7 +270,7 @@ def inspect(
     from qerl.report.inspection import plot_inspection, print_inspection, write_json
 
     format = format or stored_format(model) or "nvfp4"
-    _check_format(format)
+    _choice("--format", format, FORMATS)
     settings = {"path": model, "format": format, "scale": scale, "keep": keep or [], "device": device}
     settings |= {"double_quant": double_quant, "group_size": group_size, "symmetric": symmetric}
     pair = open_pair(validate({"model": settings}).model, against)
@@ -301,7 +303,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
     """Sample completions of a prompt."""
-    _check_format(format)
+    _choice("--format", format, FORMATS)
     from qerl.evaluate.show import show_progress
     from qerl.generate import Generator
 
@@ -375,9 +377,9 @@ def evaluate(
     from qerl.evaluate.command import Settings, run
     from qerl.evaluate.files import read_settings
 
-    if model is not None and "=" in model:
+    if model is not None and "=" in model and not Path(model).is_dir():
         model, overrides = None, [model, *(overrides or [])]
-    _check_format(format)
+    _choice("--format", format, FORMATS)
     if temperature == 0:
         raise ValueError(
             "--temperature 0: the sampled mode needs one above 0; leave it out and use --greedy (the default; "
@@ -506,7 +508,7 @@ def bench_step(
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Time one whole step (rollout, update, wake) over random weights, part by part, under a card's memory."""
-    _check_format(format)
+    _choice("--format", format, FORMATS)
     from qerl.bench import step
     from qerl.plan.fit import parse_card
 

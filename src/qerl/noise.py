@@ -464,13 +464,11 @@ class NoiseMonitor:
         self.action: MonitorAction = "none" if config.on_divergence == "off" else config.on_divergence
         self.divergence_limit = config.divergence_limit
         self.noise_disabled = False
-        self.num_divergences = 0
 
     def judge(self, mismatch_kl: float) -> MonitorAction:
         """What the trainer has to do after a rollout with this mismatch KL (nats a token)."""
         if mismatch_kl <= self.divergence_limit:
             return "none"
-        self.num_divergences += 1
         if self.action not in ("disable_noise", "rollback"):
             return self.action
         if self.noise_disabled:
@@ -480,9 +478,8 @@ class NoiseMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What survives a resume."""
-        return {"noise_disabled": self.noise_disabled, "num_divergences": self.num_divergences}
+        return {"noise_disabled": self.noise_disabled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
         self.noise_disabled = bool(state["noise_disabled"])
-        self.num_divergences = int(state["num_divergences"])

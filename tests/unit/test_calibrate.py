@@ -348,10 +348,10 @@ def test_a_cut_goes_on_with_the_same_factors(bf16, text, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (["--scale", "weighted"], "name the text to weigh by"),
-        (["--scale", "best"], "choose sweep, amax or weighted"),
+        (["--scale", "best"], "choose one of sweep, amax, weighted"),
         (["--calibrate", "TEXT", "--no-awq", "--scale", "sweep"], "--calibrate is of no use with --no-awq"),
         (["--calibrate", "TEXT", "--format", "nf4"], "nf4 has no choice of scales to calibrate"),
-        (["--format", "bf16"], "--format bf16: choose nvfp4, mxfp4, nf4 or int4"),
+        (["--format", "bf16"], "--format bf16: choose one of nvfp4, mxfp4, nf4, int4"),
         (["--format", "nf4", "--scale", "amax"], "model.scale is a setting of nvfp4 and mxfp4 and int4, and"),
         (
             ["--format", "mxfp4", "--group-size", "64"],

@@ -70,6 +70,11 @@ def test_a_config_needs_no_file():
     assert (settings["steps"], settings["lora"]["r"]) == (7, 8)
 
 
+def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path):
+    (tmp_path / "steps=9.toml").write_text("steps = 3\n")
+    assert json.loads(qerl("config", str(tmp_path / "steps=9.toml"), "lora.r=8").output)["steps"] == 3
+
+
 def test_the_end_of_the_input_ends_a_chat():
     result = qerl("generate", "embedded", "--max-new-tokens", "8", input="1+1=?\n")
     assert (result.exit_code, result.exception) == (0, None)

@@ -470,7 +470,7 @@ def test_the_command_prints_what_was_lost(run, bf16, tmp_path):
     [
         ([], "choose one of --adapter, --merged, --requantize"),
         (["--adapter", "--merged"], "choose one of"),
-        (["--requantize", "bf16"], "--requantize bf16: choose nvfp4, mxfp4, nf4 or int4"),
+        (["--requantize", "bf16"], "--requantize bf16: choose one of nvfp4, mxfp4, nf4, int4"),
     ],
 )
 def test_the_command_refuses(run, tmp_path, arguments, message):
