@@ -469,7 +469,7 @@ class RunConfig(Section):
 
     if not TYPE_CHECKING:  # type checkers keep the signature that the fields make
 
-        def __init__(self, **settings: Any) -> None:
+        def __init__(self, /, **settings: Any) -> None:
             """ConfigError lists every mistake, whether the settings are Python's or a file's."""
             try:
                 super().__init__(**settings)

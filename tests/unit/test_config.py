@@ -112,6 +112,7 @@ def test_a_broken_file_says_where(tmp_path, content):
         ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("temperature=1", "temperature: unknown key; did you mean rollout.temperature or eval.temperature?"),
         ("optimizer.steps=1", "optimizer.steps: unknown key; did you mean steps?"),
+        ("self=1", "self: unknown key; "),
         ("=1", "config: unknown key; known keys: output_dir,"),
         ("noise..per=prompt", "noise.: unknown key"),
     ],
