@@ -12,7 +12,7 @@ from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random
 from qerl.formats import mxfp4
 from qerl.kernels import nvrtc
 from qerl.kernels.layout import pack
-from qerl.kernels.w4a16 import hopper
+from qerl.kernels.w4a16 import hopper, prepare
 from qerl.kernels.w4a16.hopper import VARIANTS, w4a16_hopper
 
 FILES = {  # of each kernel: what its library exports, the name of its dynamic shared memory
@@ -39,6 +39,7 @@ def emulate(monkeypatch):
 
         counters = torch.zeros(4096, dtype=torch.int32)
         monkeypatch.setattr(hopper, "kernel", kernel)
+        monkeypatch.setattr(prepare, "kernel", kernel)
         monkeypatch.setattr(hopper, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(hopper, "stream_counters", lambda _: counters)
         monkeypatch.setattr(hopper, "_shared", lambda waves, chunks: waves)  # so that small products share, too
@@ -151,7 +152,7 @@ def test_adapter_input(emulate, tokens, m):
     weight, x = random_weight((40, 16, 300), 528), whole(m, 528, seed=m).bfloat16()
     adapter = random_adapter(weight, 20)
     x_ready = torch.zeros(2, dtype=torch.int32)
-    u = hopper.adapter_input(x, adapter, tokens, x_ready)
+    u = prepare.adapter_input(x, adapter, tokens, x_ready)
     u = u.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
     exact = x.double() @ adapter.a[:, :, :528].flatten(0, 1).double().T
     scaling = adapter.scaling.repeat_interleave(adapter.a.shape[1]).double()
@@ -166,8 +167,8 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    prepare, threads = hopper._prepare(tokens, 0, x.device), hopper._prepare_threads(0)
-    prepare.launch((8, 1, 1), threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0))
+    kernel = prepare.prepare_kernel(tokens, 0, x.device)
+    kernel.launch((8, 1, 1), prepare.threads(0), 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0))
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):
         for chunk in range(chunks):
@@ -186,7 +187,7 @@ def test_every_step_is_done_once(variant):
     The blocks of a tile have to find each other's sums: they are neighbours, in the order of k; `block_of`, repeated
     here, names the first and the last; a block keeps the sums of two tiles at most, in two places.
     """
-    library = emulation(hopper._FOLDER / "hopper.cu", variant.defines(0, "e4m3"), *FILES["w4a16_hopper"])
+    library = emulation(hopper.SOURCE, variant.defines(0, "e4m3"), *FILES["w4a16_hopper"])
     found = torch.zeros(4096, 4, dtype=torch.int32)
     for k_steps, slices, tiles, multiprocessors in itertools.product(
         range(1, 9), (0, 4), range(1, 40), (1, 2, 3, 5, 8)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qerl.kernels import nvrtc
-from qerl.kernels.w4a16 import hopper, portable
+from qerl.kernels.w4a16 import hopper, portable, prepare
 
 pytest.importorskip("cuda.core")
 
@@ -208,8 +208,7 @@ def test_every_portable_variant_compiles_and_keeps_its_registers(source, defines
 @pytest.mark.parametrize("slices", [0, 2, 4])
 @pytest.mark.parametrize("tokens", [8, *dict.fromkeys(v.tokens for v in hopper.VARIANTS)])
 def test_prepare_compiles_and_keeps_its_registers(tokens, slices):
-    defines = hopper.prepare_defines(tokens, slices)
-    log = words_of_the_assembler(hopper._FOLDER / "prepare.cu", defines, "sm_90a")
+    log = words_of_the_assembler(prepare.SOURCE, prepare.defines(tokens, slices), "sm_90a")
     assert spilled_bytes(log) == [0], log
 
 
@@ -219,9 +218,7 @@ def test_every_hopper_variant_compiles(variant):
     loop over K."""
     variants = [variant.defines(slices, f) for slices in (0, 2, 4) for f in ("e4m3", "e8m0")]
     with ThreadPoolExecutor(2) as pool:
-        logs = pool.map(
-            lambda defines: words_of_the_assembler(hopper._FOLDER / "hopper.cu", defines, "sm_90a"), variants
-        )
+        logs = pool.map(lambda defines: words_of_the_assembler(hopper.SOURCE, defines, "sm_90a"), variants)
     for log in logs:
         (spilled,) = spilled_bytes(log)
         assert spilled <= 192 and "Potential Performance Loss" not in log, log

@@ -11,7 +11,7 @@ from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels import nvrtc
 from qerl.kernels.layout import ScaleFormat, pack
-from qerl.kernels.w4a16 import hopper, portable
+from qerl.kernels.w4a16 import portable, prepare
 from qerl.kernels.w4a16.portable import VARIANTS, Variant, w4a16_portable
 
 
@@ -59,11 +59,11 @@ def test_product(emulate, m, multiprocessors):
 def beside(emulate, monkeypatch):
     """`emulate` on a chip where prepare.cu computes u, beside the product."""
 
-    def prepare(source, name, defines, signature, device, *, cluster):
+    def emulated(source, name, defines, signature, device, *, cluster):
         return EmulatedKernel(emulation(source, defines, f"RUN({name})", "unused"), name, signature, False, cluster)
 
     monkeypatch.setattr(portable, "_has_clusters", lambda _: True)
-    monkeypatch.setattr(hopper, "kernel", prepare)
+    monkeypatch.setattr(prepare, "kernel", emulated)
     return emulate
 
 

@@ -315,7 +315,7 @@ def test_the_peak_of_a_micro_batch_with_kernels_within_a_tenth(folder, recompute
     model = attach_lora(base, config.lora, seed=0)
     if recompute:
         recompute_layers(model)
-    monkeypatch.setattr("qerl.nn.rmsnorm.add_rms_norm_", lambda x, *_: x * 1)
+    monkeypatch.setattr("qerl.nn.rmsnorm.add_rms_norm_", lambda x, *_, **__: x * 1)
     monkeypatch.setattr("qerl.nn.rmsnorm.rms_norm_grad", lambda dy, *_: dy * 1)
     monkeypatch.setattr("qerl.nn.mlp.swiglu", lambda gate, up: gate * up)
     monkeypatch.setattr("qerl.nn.mlp.swiglu_grad", lambda dy, gate, up: (dy * up, dy * gate))

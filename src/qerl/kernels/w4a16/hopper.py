@@ -23,17 +23,15 @@ from torch import Tensor
 from qerl.kernels.adapter import SLICE, PackedAdapter
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
 from qerl.kernels.nvrtc import Kernel, aligned, forget_counters, kernel, multiprocessors, stream_counters
+from qerl.kernels.w4a16 import prepare
 
-_FOLDER = Path(__file__).parent
+SOURCE = Path(__file__).with_name("hopper.cu")
 _SHARED_MEMORY = 227 * 1024  # of a multiprocessor, for blocks
 _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's alignment
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
-_PREPARE_TURNS, _PREPARE_CLUSTER = 4, 8  # of prepare.cu: 16-byte pieces a thread writes at a time; blocks of a cluster
-_BESIDE_PRODUCT = 32, 64  # registers of prepare.cu's threads that the product leaves room for: without, with adapter
 
-# A letter for each parameter, in the sources' order.
-_PRODUCT, _PREPARE = "PPPPPPPPPPPiiiiiiiiif", "PPPPPiiiiiiiP"
+_SIGNATURE = "PPPPPPPPPPPiiiiiiiiif"  # a letter for each parameter, in hopper.cu's order
 
 
 class Variant(NamedTuple):
@@ -68,7 +66,7 @@ class Variant(NamedTuple):
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
         with_adapter = slices > 0 and self.tokens <= 16
-        first, registers, words = self._registers(_prepare_threads(0) * _BESIDE_PRODUCT[with_adapter])
+        first, registers, words = self._registers(prepare.threads(0) * prepare.ROOM[with_adapter])
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -149,7 +147,7 @@ def w4a16_hopper(
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
     counters = stream_counters(x.device) if launch.sharers else 0
-    x_ready = x_ready_of(stream_counters(x.device)) if slices else 0
+    x_ready = prepare.x_ready_of(stream_counters(x.device)) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
@@ -157,7 +155,7 @@ def w4a16_hopper(
     chunks = plan.steps * _STEP_CHUNKS
     try:
         plan.prepare.launch(
-            (launch.prepare_blocks, 1, 1), _prepare_threads(slices, plan.variant.tokens), 0,
+            (launch.prepare_blocks, 1, 1), prepare.threads(slices, plan.variant.tokens), 0,
             (
                 x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
                 launch.pieces, x_ready,
@@ -179,64 +177,6 @@ def w4a16_hopper(
     return y
 
 
-def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"]
-) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
-    """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
-
-    Counts 1 in x_ready when the stream's kernels before it are over, for a kernel behind it that needs u only late.
-    """
-    m, k = x.shape
-    parts, rank, padded_k = adapter.a.shape
-    u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
-    _prepare(tokens, rank // SLICE, x.device).launch(
-        (_adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
-        _prepare_threads(rank // SLICE, tokens),
-        0,
-        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_ready),
-        overlap=True,
-    )
-    return u
-
-
-def x_ready_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
-    """Of a stream's zeros, those by which prepare.cu tells the product behind it that x is there."""
-    return counters[-2:]
-
-
-def _prepare(tokens: int, slices: int, device: torch.device) -> Kernel:
-    defines = prepare_defines(tokens, slices)
-    return kernel(_FOLDER / "prepare.cu", "w4a16_prepare", defines, _PREPARE, device, cluster=_PREPARE_CLUSTER)
-
-
-def prepare_defines(tokens: int, slices: int) -> dict[str, int]:
-    """Of prepare.cu."""
-    beside = _BESIDE_PRODUCT[slices > 0]
-    registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 144
-    return {
-        "TOKENS": tokens,
-        "SLICES": slices,
-        "THREADS": _prepare_threads(slices, tokens),
-        "REGISTERS": registers,
-        "TURNS": _PREPARE_TURNS,
-        "BATCH": _adapter_batch(tokens),
-        "CLUSTER": _PREPARE_CLUSTER,
-    }
-
-
-def _prepare_threads(slices: int, tokens: int = 16) -> int:
-    return 256 if slices and tokens > 16 else 128
-
-
-def _adapter_batch(tokens: int) -> int:
-    """Tokens whose u a cluster computes."""
-    return 8 if tokens <= 16 else 16 if tokens < 128 else 32
-
-
-def _adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    return slices * -(-m // _adapter_batch(tokens)) * _PREPARE_CLUSTER
-
-
 class _Launch(NamedTuple):
     """What the number of tokens adds to a plan: grids, shares, places in the workspace."""
 
@@ -256,10 +196,10 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * _prepare_threads(plan.slices, v.tokens) * _PREPARE_TURNS))
+        tile_blocks = -(-x_bytes // (16 * prepare.threads(plan.slices, v.tokens) * prepare.TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
-        tile_blocks = _round_up(tile_blocks, _PREPARE_CLUSTER)
+        tile_blocks = _round_up(tile_blocks, prepare.CLUSTER)
         tiles = -(-plan.supertiles // v.panels) * token_tiles
         most = plan.multiprocessors * v.blocks
         shared_tiles = sharers = 0
@@ -275,7 +215,7 @@ class _Launch(NamedTuple):
             token_tiles,
             x_bytes // 16,
             tile_blocks,
-            tile_blocks + _adapter_blocks(m, v.tokens, plan.parts * plan.slices),
+            tile_blocks + prepare.adapter_blocks(m, v.tokens, plan.parts * plan.slices),
             shared_tiles,
             sharers,
             blocks,
@@ -312,8 +252,8 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
     plan = _Plan(
         v,
         slices,
-        kernel(_FOLDER / "hopper.cu", "w4a16_hopper", defines, _PRODUCT, device, cluster=v.cluster),
-        _prepare(v.tokens, slices, device),
+        kernel(SOURCE, "w4a16_hopper", defines, _SIGNATURE, device, cluster=v.cluster),
+        prepare.prepare_kernel(v.tokens, slices, device),
         weight.tiles.data_ptr(),
         weight.global_scale.data_ptr(),
         weight.tile_table,

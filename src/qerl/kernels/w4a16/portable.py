@@ -33,7 +33,7 @@ from qerl.kernels.nvrtc import (
     shared_memory,
     stream_counters,
 )
-from qerl.kernels.w4a16 import hopper
+from qerl.kernels.w4a16 import prepare
 
 SOURCE = Path(__file__).with_name("portable.cu")
 _ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
@@ -155,8 +155,8 @@ def w4a16_portable(
     try:
         if adapter is not None:
             if _has_clusters(x.device):
-                x_ready = hopper.x_ready_of(stream_counters(x.device))
-                u = hopper.adapter_input(x, adapter, plan.variant.tokens, x_ready)
+                x_ready = prepare.x_ready_of(stream_counters(x.device))
+                u = prepare.adapter_input(x, adapter, plan.variant.tokens, x_ready)
             else:
                 u = _adapter_input(x, adapter, plan.variant)
             b = adapter.b
