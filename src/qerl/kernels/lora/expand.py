@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -10,17 +10,13 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from qerl.kernels.lora.reference import TILE, Expansion
 from qerl.kernels.numerics import product, rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
-
-if TYPE_CHECKING:
-    from qerl.kernels.lora import Expansion
 
 
 def add_expanded_bf16_(y: Float[Tensor, "t n"], u: Float[Tensor, "t ranks"], expansion: Expansion, gain: float) -> None:
     """`add_expanded_` on one CUDA device; rows contiguous."""
-    from qerl.kernels.lora import TILE
-
     assert y.stride(1) == u.stride(1) == 1 and u.shape[1] == sum(expansion.ranks)
     tokens, num_tiles = len(y), len(expansion.tiles)
     if not tokens or not num_tiles:

@@ -19,25 +19,12 @@ Called by the engine's decode steps (engine/runner.py, engine/attention.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from qerl.kernels.slots.reference import advance_reference_, locate_reference
+from qerl.kernels.slots.reference import Progress, advance_reference_, locate_reference
 
-
-class Progress(NamedTuple):
-    """The state of b sequences that a drawn token changes."""
-
-    tokens: Int64[Tensor, " b"]
-    positions: Int64[Tensor, " b"]
-    counts: Int64[Tensor, " b"]
-    limits: Int64[Tensor, " b"]
-    finished: Bool[Tensor, " b"]
-    drawn_tokens: Int64[Tensor, "b columns"]
-    drawn_logprobs: Float32[Tensor, "b columns"]
-    drawn_entropies: Float32[Tensor, "b columns"]
+__all__ = ["Progress", "advance_", "locate"]
 
 
 def locate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -11,9 +11,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from qerl.kernels.overlap import overlaps, wait_for_previous
-
-if TYPE_CHECKING:
-    from qerl.kernels.slots import Progress
+from qerl.kernels.slots.reference import Progress
 
 _SIZES: dict[str, Any] = {"WIDTH": 32, "num_warps": 1}
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from jaxtyping import Float32, Int64
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qerl.kernels.slots import Progress
+
+class Progress(NamedTuple):
+    """The state of b sequences that a drawn token changes."""
+
+    tokens: Int64[Tensor, " b"]
+    positions: Int64[Tensor, " b"]
+    counts: Int64[Tensor, " b"]
+    limits: Int64[Tensor, " b"]
+    finished: Bool[Tensor, " b"]
+    drawn_tokens: Int64[Tensor, "b columns"]
+    drawn_logprobs: Float32[Tensor, "b columns"]
+    drawn_entropies: Float32[Tensor, "b columns"]
 
 
 def locate_reference(
