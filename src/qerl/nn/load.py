@@ -219,6 +219,8 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"model.device is {name!r}: use 'auto', 'cpu', 'cuda' or 'cuda:1'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"model.device is {name}, but torch sees no CUDA GPU: use 'auto' or 'cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"model.device is {name}, and the last GPU here is cuda:{torch.cuda.device_count() - 1}")
     return device
 
 
