@@ -181,7 +181,7 @@ class VLLMEngine:
     def _run(self, prompts: Sequence[tuple[list[int], Any]], ended: Callable[[Any, int], None]) -> None:
         """All prompts through vLLM; `ended` is called with each output and how many there were."""
         engine, request = self._llm.llm_engine, None
-        if self._gain == self._gain:  # adapters are set
+        if not math.isnan(self._gain):
             request = import_module("vllm.lora.request").LoRARequest("policy", ADAPTER_ID, "in memory")
         num_done = 0
         try:
