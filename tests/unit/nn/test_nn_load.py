@@ -404,5 +404,5 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_device("cuda:1").index == 1
-    with pytest.raises(ValueError, match="model.device is cuda:2, and the last GPU here is cuda:1"):
+    with pytest.raises(ValueError, match=r"model\.device is cuda:2, and the last GPU here is cuda:1"):
         resolve_device("cuda:2")
