@@ -1,15 +1,10 @@
-"""dequant: the look-up path on any device; the Triton kernel on a GPU, and in Triton's interpreter on a CPU.
+"""dequant: the look-up path on any device; the Triton kernel on a GPU, and in Triton's interpreter on a CPU."""
 
-Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tests run in a pytest of their own.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
+from __future__ import annotations
 
 import pytest
 import torch
+from triton_runs import DEVICES, needs_triton, outer_run, run_interpreted
 
 import qerl.kernels.dequant as op
 from qerl.formats.mxfp4 import MXFP4Tensor
@@ -17,17 +12,6 @@ from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels.dequant import dequant
 from qerl.kernels.dequant.reference import dequant_reference
 from qerl.kernels.layout import PackedWeight, ScaleFormat, pack
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-DEVICES = [
-    pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
-    ),
-    pytest.param(
-        "cpu", id="interpreter", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_tritons_interpreter")
-    ),
-]
 
 
 def random_weight(*rows: int, k: int, device: str = "cpu", scale_format: ScaleFormat = "e4m3") -> PackedWeight:
@@ -116,12 +100,9 @@ def test_the_kernel_reads_a_view(device):
 
 
 @needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+@outer_run
 def test_in_tritons_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter and kernel", __file__]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "9 passed" in run.stdout, run.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("scale_format", ["e4m3", "e8m0"])

@@ -1,20 +1,14 @@
-"""sample: the Triton kernels against the reference, on a GPU, and in Triton's interpreter on a CPU.
-
-Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tests run in a pytest of their own.
-"""
+"""sample: the Triton kernels against the reference, on a GPU, and in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
-from triton_runs import CAPABILITIES, compile_launches, outer_run
+from triton_runs import CAPABILITIES, DEVICES, compile_launches, outer_run, run_interpreted
 
 from qerl import philox
 from qerl.kernels.sample import Sampled, sample
@@ -25,14 +19,6 @@ import triton.language as tl  # noqa: E402
 
 from qerl.kernels.sample.fused import random_integers, sample_fused  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
-DEVICES = [
-    pytest.param("cuda", marks=needs_gpu),
-    pytest.param(
-        "cpu", id="interpreter", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_tritons_interpreter")
-    ),
-]
 TIE = 1e-5
 """Scores closer than this may change places: one is a sum of logarithms, the other the logarithm of a ratio."""
 CLOSE = dict(rtol=2e-6, atol=2e-5)
@@ -164,12 +150,9 @@ def test_the_kernel_reads_strided_rows_and_depends_on_no_other(device: str) -> N
         assert all(torch.equal(a.cpu(), b[i : i + 1]) for a, b in zip(alone, together, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
+@outer_run
 def test_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter and kernel", __file__]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "20 passed" in run.stdout, run.stdout
+    run_interpreted(__file__)
 
 
 @outer_run
