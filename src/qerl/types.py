@@ -104,7 +104,7 @@ class RolloutGroup:
     texts: list[str]
     """Decoded completions, as the reward functions saw them."""
     rewards: list[float]
-    """Weighted sum of the reward functions, less the soft overlong punishment, one a completion; NaN where none of the
-    functions could score it."""
+    """Weighted sum of the reward functions, less the soft overlong punishment, one a completion; NaN where no function
+    gave a value, or where one could not tell."""
     reward_parts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Each reward function's own values; NaN where it returned None."""
+    """Each reward function's own values; NaN where it gave none."""

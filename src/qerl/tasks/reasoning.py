@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,10 +94,11 @@ class ReasoningGymTask:
 
     def _reward(
         self, completions: list[Any], question: list[str], answer: list[Any], metadata: list[Any], **kwargs: Any
-    ) -> list[float | None]:
+    ) -> list[float]:
         rows = [{"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)]
         answers = [final_answer(completion_text(completion)) for completion in completions]
-        return [self._score(said, row) for said, row in zip(answers, rows, strict=True)]
+        scores = [self._score(said, row) for said, row in zip(answers, rows, strict=True)]
+        return [math.nan if score is None else score for score in scores]
 
     def _score(self, answer: str | None, row: Mapping[str, Any]) -> float | None:
         if answer is None:

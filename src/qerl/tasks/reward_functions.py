@@ -11,12 +11,14 @@
 | `length_reward` | minus its share of `max_length` tokens, at most 1 |
 | `overlong_reward` | DAPO's soft punishment of the last `buffer` tokens before `max_length` (2503.14476, eq. 13) |
 
-Arguments such as `pattern` are set in `rewards.arguments`. A completion whose reference the grader cannot judge has no
-value (None). What a task pays for by itself, with its own grader and policies, comes from `correctness_by`.
+Arguments such as `pattern` are set in `rewards.arguments`. Where the grader could not tell (a reference that it cannot
+read, an answer that it ran out of time on), the value is NaN: what the completion is worth is unknown. What a task pays
+for by itself, with its own grader and policies, comes from `correctness_by`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -31,13 +33,13 @@ def completion_text(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-def correctness_by(grader: Grader, column: str = "answer") -> Callable[..., list[float | None]]:
+def correctness_by(grader: Grader, column: str = "answer") -> Callable[..., list[float]]:
     """Return the reward function that pays 1 for what the grader calls right by the references in `column`."""
 
-    def correctness(completions: list[Any], **columns: Any) -> list[float | None]:
+    def correctness(completions: list[Any], **columns: Any) -> list[float]:
         references = ["" if reference is None else str(reference) for reference in columns[column]]
         grades = grader([completion_text(completion) for completion in completions], references)
-        return [None if grade is None else float(grade) for grade in grades]
+        return [math.nan if grade is None else float(grade) for grade in grades]
 
     return correctness
 
@@ -55,18 +57,18 @@ def tag_count_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def numeric_reward(
     completions: list[Any], answer: list[Any], *, require_tags: bool = True, **kwargs: Any
-) -> list[float | None]:
+) -> list[float]:
     """Return 1 for an answer that is the number in the column `answer`, else 0; without tags as `numbers.tag_free`."""
     grader = partial(build_grader("numeric"), require_tags=require_tags)
     return correctness_by(grader)(completions, answer=answer)
 
 
-def math_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
+def math_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
     """Return 1 for a tagged answer that equals the column `answer` as mathematics, else 0."""
     return correctness_by(build_grader("math"))(completions, answer=answer)
 
 
-def exact_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
+def exact_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
     """Return 1 for a tagged answer that is the text of the column `answer`, else 0."""
     return correctness_by(build_grader("exact"))(completions, answer=answer)
 

@@ -23,13 +23,16 @@ thread (for signals, as math-verify's own time-outs do) says so by its first err
 where nothing bounds its time; the log says it.
 
 What can go wrong, and what then happens (`RewardRunner`):
-* A value None, NaN, infinite or no number: the completion has no value from that function. It is never scored 0.
+* A value None: the function does not apply to the completion, and is left out of its sum.
+* A value NaN, infinite or no number: the function could not tell. What the completion is worth is then unknown,
+  whatever other functions gave: its reward is NaN. A sum without that term would pay it as if the term were 0.
 * The function raises (SystemExit too; KeyboardInterrupt ends the run), or returns no list of the right length, or takes
-  longer than `rewards.timeout_s`: no completion of the batch has a value from it. Python cannot end a thread: a plain
-  function that hangs is left behind, and goes on.
-Both are counted (`failed`) and logged with an example. A completion without a value from any function has reward NaN,
-which the advantage leaves out of its group. A function of which no completion of a batch has a value through such
-errors, in MAX_FAILED_BATCHES batches in a row, stops the run; so do as many batches without any reward at all.
+  longer than `rewards.timeout_s`, or could tell of none: no completion of the batch has a value from it, and all are
+  paid the rest. Python cannot end a thread: a plain function that hangs is left behind, and goes on.
+All are counted (`failed`), and logged with an example but for None. A completion without a value from any function has
+reward NaN too; the advantage leaves such a completion out of its group. A function of which no completion of a batch
+has a value through such errors, in MAX_FAILED_BATCHES batches in a row, stops the run; so do as many batches without
+any reward at all.
 
 Refused before the run: a function that needs TRL's `log_extra`, `log_metric` or `environments`. With a default of None
 for them it runs.
@@ -133,7 +136,7 @@ class RewardScores:
     """Rewards of one batch; all lists have one entry a completion."""
 
     totals: list[float]
-    """Sum of weight * value; NaN where no function gave a value."""
+    """Sum of weight * value; NaN where no function gave a value, or where one could not tell."""
     parts: dict[str, list[float]]
     """Each function's own values, without weight; NaN where it gave none."""
     failed: dict[str, int]
@@ -195,12 +198,14 @@ class RewardRunner:
             "trainer_state": TrainerState(step, self.max_steps),
         }
         pending = {spec.name: self._start(spec, arguments) for spec in self.specs if _is_asynchronous(spec.function)}
+        unknown: set[int] = set()
         parts = {
-            spec.name: self._values(spec, pending.get(spec.name), arguments, texts)
+            spec.name: self._values(spec, pending.get(spec.name), arguments, texts, unknown)
             for spec in sorted(self.specs, key=lambda spec: spec.name in pending)
         }
         parts = {spec.name: parts[spec.name] for spec in self.specs}
         totals = [self._total(values) for values in zip(*parts.values(), strict=True)]
+        totals = [math.nan if i in unknown else total for i, total in enumerate(totals)]
 
         self._empty_batches = self._empty_batches + 1 if totals and all(map(math.isnan, totals)) else 0
         if self._empty_batches == MAX_FAILED_BATCHES:
@@ -212,9 +217,14 @@ class RewardRunner:
         return RewardScores(totals, parts, failed)
 
     def _values(
-        self, spec: RewardSpec, pending: Future[Any] | None, arguments: Mapping[str, Any], texts: Sequence[str]
+        self,
+        spec: RewardSpec,
+        pending: Future[Any] | None,
+        arguments: Mapping[str, Any],
+        texts: Sequence[str],
+        unknown: set[int],
     ) -> list[float]:
-        """Return one function's values, NaN for a completion without one."""
+        """Return one function's values, NaN for a completion without one; adds to `unknown` those it could not tell."""
         try:
             returned = self._call(spec, arguments) if pending is None else self._await(pending)
             values = list(returned)
@@ -234,6 +244,7 @@ class RewardRunner:
             if all(map(math.isnan, checked)):
                 self._batch_failed(spec.name, problem, f"for {_shorten(texts[refused[0]])}")
                 return checked
+            unknown.update(refused)
             logger.warning(
                 "reward %s has no value for %d of %d completions: %s for %s",
                 *(spec.name, len(refused), len(texts), problem, _shorten(texts[refused[0]])),

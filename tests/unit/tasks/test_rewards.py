@@ -202,6 +202,21 @@ def test_another_function_still_pays_for_a_completion_without_a_value():
     assert scores.failed == {"first": 2, "second": 1}
 
 
+def test_a_completion_that_a_function_could_not_judge_is_not_paid_the_rest():
+    """Among others that have both terms, half of the sum would say that it is wrong."""
+
+    def correct(completions, **kwargs):
+        return [1.0, math.nan, 0.0]
+
+    def well_formed(completions, **kwargs):
+        return [0.2, 0.2, 0.2]
+
+    scores = score(runner(correct, well_formed), ["a", "b", "c"])
+    assert same(scores.totals, [1.2, math.nan, 0.2])
+    assert same(scores.parts["well_formed"], [0.2, 0.2, 0.2])
+    assert scores.failed == {"correct": 1, "well_formed": 0}
+
+
 def test_numpy_and_torch_values_are_numbers():
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
 
@@ -212,7 +227,8 @@ def test_numpy_and_torch_values_are_numbers():
         return torch.tensor([True, False])
 
     scores = score(runner(array, tensor), ["a", "b"])
-    assert scores.totals == [2.5, 0.0]
+    assert same(scores.totals, [2.5, math.nan])
+    assert scores.parts["tensor"] == [1.0, 0.0]
     assert scores.failed == {"array": 1, "tensor": 0}
 
 
