@@ -12,6 +12,7 @@ from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random
 from qerl.formats import mxfp4
 from qerl.kernels import nvrtc
 from qerl.kernels.layout import pack
+from qerl.kernels.nvrtc import signature_of
 from qerl.kernels.w4a16 import hopper, prepare
 from qerl.kernels.w4a16.hopper import VARIANTS, w4a16_hopper
 
@@ -33,9 +34,9 @@ def emulate(monkeypatch):
     monkeypatch.setattr(torch, "empty", keep)
 
     def set_up(multiprocessors: int, backwards: bool = False) -> torch.Tensor:
-        def kernel(source, name, defines, signature, device, *, cluster):
+        def kernel(source, name, defines, device, *, cluster):
             library = emulation(source, defines, *FILES[name])
-            return EmulatedKernel(library, name, signature, backwards, cluster)
+            return EmulatedKernel(library, name, signature_of(source, name), backwards, cluster)
 
         counters = torch.zeros(4096, dtype=torch.int32)
         monkeypatch.setattr(hopper, "kernel", kernel)

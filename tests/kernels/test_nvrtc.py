@@ -48,6 +48,24 @@ def entries(source) -> list:
     return sorted((source.parent / "cache" / "cubin").iterdir())
 
 
+@pytest.mark.parametrize(
+    "parameters, letters",
+    [("float* out, int n, float factor", "Pif"), ("const int* __restrict__ a,  // [n], or null\n    int b", "Pi")],
+)
+def test_a_kernels_signature_is_that_of_its_source(tmp_path, parameters, letters):
+    source = tmp_path / "f.cu"
+    source.write_text(
+        f'// f(int, int)\nvoid g(int) {{}}\nextern "C" __global__ void __maxnreg__(R)\n    f({parameters}) {{}}'
+    )
+    assert nvrtc.signature_of(source, "f") == letters
+
+
+def test_a_parameter_without_a_letter_is_not_passed_over(tmp_path):
+    (tmp_path / "f.cu").write_text('extern "C" __global__ void f(double x, int n) {}')
+    with pytest.raises(AssertionError, match="double x"):
+        nvrtc.signature_of(tmp_path / "f.cu", "f")
+
+
 def test_a_variant_is_compiled_once(source, compilations):
     first = nvrtc.compile(source, {"VALUE": 3}, "sm_90a")
     assert first[:4] == b"\x7fELF" and nvrtc.compile(source, {"VALUE": 3}, "sm_90a") == first
@@ -225,7 +243,7 @@ def test_every_hopper_variant_compiles(variant):
 
 
 def gpu_kernel(source, value: int = 3):
-    return nvrtc.kernel(source, "fill", {"VALUE": value}, "Pif", torch.device("cuda", 0))
+    return nvrtc.kernel(source, "fill", {"VALUE": value}, torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels import nvrtc
 from qerl.kernels.layout import ScaleFormat, pack
+from qerl.kernels.nvrtc import signature_of
 from qerl.kernels.w4a16 import portable, prepare
 from qerl.kernels.w4a16.portable import VARIANTS, Variant, w4a16_portable
 
@@ -22,9 +23,9 @@ def emulate(monkeypatch):
 
     def set_up(multiprocessors: int, backwards: bool = False, shared_memory: int = 227 << 10) -> torch.Tensor:
         def kernel(name: str, variant: Variant, scale_format: ScaleFormat, _: torch.device) -> EmulatedKernel:
-            exports = " ".join(f"RUN({kernel})" for kernel in portable._SIGNATURES)
+            exports = "RUN(w4a16) RUN(adapter_input)"
             library = emulation(portable.SOURCE, variant.defines(scale_format), exports, "shared")
-            return EmulatedKernel(library, name, portable._SIGNATURES[name], backwards)
+            return EmulatedKernel(library, name, signature_of(portable.SOURCE, name), backwards)
 
         counters = torch.zeros(4 * portable._MAX_BLOCKS, dtype=torch.int32)
         monkeypatch.setattr(portable, "multiprocessors", lambda _: multiprocessors)
@@ -59,8 +60,9 @@ def test_product(emulate, m, multiprocessors):
 def beside(emulate, monkeypatch):
     """`emulate` on a chip where prepare.cu computes u, beside the product."""
 
-    def emulated(source, name, defines, signature, device, *, cluster):
-        return EmulatedKernel(emulation(source, defines, f"RUN({name})", "unused"), name, signature, False, cluster)
+    def emulated(source, name, defines, device, *, cluster):
+        library = emulation(source, defines, f"RUN({name})", "unused")
+        return EmulatedKernel(library, name, signature_of(source, name), False, cluster)
 
     monkeypatch.setattr(portable, "_has_clusters", lambda _: True)
     monkeypatch.setattr(prepare, "kernel", emulated)

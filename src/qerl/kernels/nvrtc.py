@@ -282,17 +282,31 @@ def kernel(
     source: Path,
     name: str,
     defines: Mapping[str, int | str],
-    signature: str,
     device: torch.device,
     *,
     cluster: int = 1,
 ) -> Kernel:
     """The kernel `name` (extern "C") of a variant, compiled if need be and loaded; once a process and device.
 
-    `signature` has a letter for each parameter, as in Python's struct: P pointer, i int, I unsigned, q long long, f
-    float, d double. `cluster`: blocks a cluster, along x. Errors as in `compile`. Hot paths keep the result.
+    `cluster`: blocks a cluster, along x. Errors as in `compile`. Hot paths keep the result.
     """
-    return _kernel(source, name, tuple(sorted(defines.items())), signature, device, cluster)
+    return _kernel(source, name, tuple(sorted(defines.items())), device, cluster)
+
+
+def signature_of(source: Path, name: str) -> str:
+    """A letter for each parameter of a kernel, as in Python's struct: P pointer, i int, f float.
+
+    Parameters of other types, and macros among them, are an assertion's business.
+    """
+    text = re.sub(r"//.*", "", source.read_text())
+    found = re.search(rf"__global__[^;{{}}]*?\b{name}\(([^{{}}]*)\)\s*{{", text)
+    assert found is not None, f"{source} has no kernel {name}"
+    letters = []
+    for parameter in found[1].split(","):
+        kind = "P" if "*" in parameter else {"int": "i", "float": "f"}.get(parameter.split()[-2])
+        assert kind is not None, f"{name} in {source}: a parameter is {parameter.strip()}"
+        letters.append(kind)
+    return "".join(letters)
 
 
 @cache
@@ -300,11 +314,11 @@ def _kernel(
     source: Path,
     name: str,
     defines: tuple[tuple[str, int | str], ...],
-    signature: str,
     device: torch.device,
     cluster: int,
 ) -> Kernel:
-    return Kernel(compile(source, dict(defines), arch_of(device)), name, signature, device, cluster)
+    cubin = compile(source, dict(defines), arch_of(device))
+    return Kernel(cubin, name, signature_of(source, name), device, cluster)
 
 
 def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:

@@ -31,8 +31,6 @@ _RESERVED = 3 * 1024  # of a block: the system's, the barriers, the ring's align
 _STEP_CHUNKS = 2
 _MOST_SHARERS = 4  # of a tile
 
-_SIGNATURE = "PPPPPPPPPPPiiiiiiiiif"  # a letter for each parameter, in hopper.cu's order
-
 
 class Variant(NamedTuple):
     """What hopper.cu is compiled for; its text has the meaning of each."""
@@ -252,7 +250,7 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
     plan = _Plan(
         v,
         slices,
-        kernel(SOURCE, "w4a16_hopper", defines, _SIGNATURE, device, cluster=v.cluster),
+        kernel(SOURCE, "w4a16_hopper", defines, device, cluster=v.cluster),
         prepare.prepare_kernel(v.tokens, slices, device),
         weight.tiles.data_ptr(),
         weight.global_scale.data_ptr(),

@@ -39,9 +39,6 @@ SOURCE = Path(__file__).with_name("portable.cu")
 _ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
 _RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
-# A letter for each parameter, in portable.cu's order.
-_SIGNATURES = {"w4a16": "PPPPPPPPPPPiiiiiif", "adapter_input": "PPPPPPiiiii"}
-
 
 class Variant(NamedTuple):
     """What portable.cu is compiled for; its text has the meaning of each."""
@@ -243,7 +240,7 @@ def _adapter_input(
 
 @cache
 def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torch.device) -> Kernel:
-    return kernel(SOURCE, name, variant.defines(scale_format), _SIGNATURES[name], device)
+    return kernel(SOURCE, name, variant.defines(scale_format), device)
 
 
 @cache

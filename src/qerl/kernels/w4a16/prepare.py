@@ -27,8 +27,6 @@ CLUSTER = 8
 ROOM = 32, 64
 """Registers of a thread that the products leave room for: without an adapter, with one."""
 
-_SIGNATURE = "PPPPPiiiiiiiP"  # a letter for each parameter, in prepare.cu's order
-
 
 def adapter_input(
     x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"]
@@ -57,7 +55,7 @@ def x_ready_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
 
 def prepare_kernel(tokens: int, slices: int, device: torch.device) -> Kernel:
     """For tiles of so many tokens, and an adapter of so many slices of 16 ranks (0: none)."""
-    return kernel(SOURCE, "w4a16_prepare", defines(tokens, slices), _SIGNATURE, device, cluster=CLUSTER)
+    return kernel(SOURCE, "w4a16_prepare", defines(tokens, slices), device, cluster=CLUSTER)
 
 
 def defines(tokens: int, slices: int) -> dict[str, int]:
