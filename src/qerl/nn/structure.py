@@ -35,8 +35,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def head(model: nn.Module) -> nn.Linear:
-    """The linear from hidden states to logits. ValueError where the model has none."""
+    """The linear from hidden states to logits. ValueError where the model has none, or PEFT trains it."""
     module = causal_lm(model).get_output_embeddings()
+    if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+        raise ValueError(
+            "the head over the vocabulary has an adapter, or is trained (PEFT's target_modules, modules_to_save): qerl "
+            "reads it as it is in the model's folder; leave lm_head out of both"
+        )
     if not isinstance(module, nn.Linear):
         raise ValueError(f"{type(causal_lm(model)).__name__} has no linear head over its vocabulary: not supported")
     return module

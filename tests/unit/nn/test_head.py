@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
 
 from qerl.nn.head import token_logprobs
+from qerl.nn.structure import head
 
 
 def reference(hidden, weight, targets, temperature=1.0, bias=None):
@@ -107,3 +110,10 @@ def test_nothing_of_size_tokens_by_vocabulary_is_saved_or_made():
 def test_impossible_options_are_refused(options):
     with pytest.raises(ValueError, match="must be"):
         token_logprobs(*problem(), **options)
+
+
+@pytest.mark.parametrize("more", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_a_head_that_peft_trains_is_refused_by_name(more):
+    config = LoraConfig(**({"target_modules": ["q_proj"], "r": 4, "task_type": "CAUSAL_LM"} | more))
+    with pytest.raises(ValueError, match="leave lm_head out"):
+        head(get_peft_model(tiny_model("llama"), config))
