@@ -68,6 +68,20 @@ def test_tensorboard(tmp_path):
     assert "sigma_start" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
+def test_a_loop_that_is_stopped_and_entered_again_goes_on_in_the_same_run(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers, names = Trackers(config(tmp_path, "tensorboard"), first_step=0, resume=False, warn=pytest.fail), set()
+    for lines in (LINES[:2], LINES[2:]):
+        with trackers:
+            for line in lines:
+                trackers.write(line)
+        names.add((tmp_path / "trackers.json").read_text())
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == REWARDS
+    assert len(names) == 1
+
+
 def test_trackio(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     folder = tmp_path / "store"
