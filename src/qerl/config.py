@@ -350,7 +350,8 @@ class NoiseConfig(Section):
     """Apply the rollout's noise in the training forward too (exactly on-policy); else a clean forward
     with importance correction."""
     target: float = Field(default=0.01, gt=0)
-    """Controllers: the value to hold (KL in nats, entropy in nats, or reward standard deviation)."""
+    """Controllers: the value to hold (KL in nats, entropy in nats, or reward standard deviation). The
+    default is one for divergence; the others have none."""
     factor: float = Field(default=1.05, gt=1)
     """Controllers: sigma is multiplied or divided by this after each rollout."""
     on_divergence: Literal["off", "warn", "disable_noise", "cut_lr", "rollback"] = "warn"
@@ -371,6 +372,14 @@ class NoiseConfig(Section):
             )
         if self.enabled and self.controller != "schedule" and self.sigma_start == 0:
             raise ValueError("a controller multiplies sigma, so noise.sigma_start must be above 0")
+        held = {"entropy": "the entropy in nats", "reward_variance": "the rewards' standard deviation"}.get(
+            self.controller
+        )
+        if self.enabled and held is not None and "target" not in self.model_fields_set:
+            raise ValueError(
+                f'noise.controller = "{self.controller}" holds {held}, which has no usual value: set noise.target, for '
+                "example to what a run without noise begins with"
+            )
         return self
 
     @model_validator(mode="after")

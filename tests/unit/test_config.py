@@ -287,6 +287,14 @@ def test_a_wrong_choice_names_the_right_ones(override, choices):
         load_config(None, [override])
 
 
+@pytest.mark.parametrize("controller", ["entropy", "reward_variance"])
+def test_a_controller_whose_quantity_has_no_usual_value_wants_a_target(controller):
+    with pytest.raises(ConfigError, match=r"set noise\.target"):
+        load_config(None, [f"noise.controller={controller}"])
+    assert load_config(None, [f"noise.controller={controller}", "noise.target=0.01"]).noise.target == 0.01
+    load_config(None, [f"noise.controller={controller}", "noise.enabled=false"])
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -205,7 +205,7 @@ def test_a_resumed_run_has_the_sigmas_of_an_unbroken_one(config):
 
 def test_the_state_of_another_controller_is_refused():
     schedule = build_controller(NoiseConfig(), 10)
-    feedback = build_controller(NoiseConfig(controller="entropy"), 10)
+    feedback = build_controller(NoiseConfig(controller="entropy", target=0.5), 10)
     with pytest.raises(ValueError, match=r"noise\.controller"):
         schedule.load_state_dict(feedback.state_dict())
     with pytest.raises(ValueError, match=r"noise\.controller"):

@@ -62,6 +62,7 @@ from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, SamplingParams
 
 STEPS_BEFORE_WARNING = 5  # steps in a row in which no group's rewards differ
+SMALLEST_RATE_SCALE = 1 / 32  # what noise.on_divergence = "cut_lr" leaves of the learning rate, at least
 
 
 class Interrupted(Exception):
@@ -287,7 +288,9 @@ class Trainer:
         what = {
             "warn": "see noise.on_divergence",
             "disable_noise": "noise is off from here on",
-            "cut_lr": "the learning rate is halved",
+            "cut_lr": "the learning rate is halved"
+            if self.learner.rate_scale > SMALLEST_RATE_SCALE
+            else "the learning rate has been halved as often as it may",
             "rollback": f"adapters and optimizer go back to {target}, noise is off from here on",
         }[action]
         self.display.warning(
@@ -295,7 +298,7 @@ class Trainer:
             f"{self.monitor.divergence_limit}: {what}"
         )
         if action == "cut_lr":
-            self.learner.rate_scale /= 2
+            self.learner.rate_scale = max(self.learner.rate_scale / 2, SMALLEST_RATE_SCALE)
         if action == "rollback" and checkpoints:
             load_parameters(checkpoints[-1], self.model, self.learner.optimizer)
 

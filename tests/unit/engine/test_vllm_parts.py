@@ -196,7 +196,7 @@ def test_an_adapter_without_a_place_is_named() -> None:
         (["rollout.head_format=nvfp4"], "rollout.head_format"),
         (["rollout.batch_invariant=true"], "rollout.batch_invariant"),
         (["noise.per=completion"], 'set noise.per = "rollout"'),
-        (["noise.controller=entropy"], "no entropies"),
+        (["noise.controller=entropy", "noise.target=0.5"], "no entropies"),
         (["lora.train_norms=true"], "lora.train_norms"),
         (["rollout.temperature=2.5"], "0.01 to 2"),
         (["eval.temperature=2.5"], "0.01 to 2"),
