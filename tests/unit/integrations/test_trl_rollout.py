@@ -209,4 +209,4 @@ def test_settings_that_are_not_its_own_are_refused():
     with pytest.raises(ConfigError, match=r"rollout\.engin"):
         EngineRollout(rollout={"engin": "hf"})
     with pytest.raises(ValueError, match=r"measures nothing for a controller"):
-        EngineRollout(noise={"controller": "entropy"})
+        EngineRollout(noise={"controller": "divergence"})
