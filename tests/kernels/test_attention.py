@@ -21,7 +21,7 @@ from triton_runs import (
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.attention.reference import decode_attention_reference
 from qerl.kernels.e4m3 import decode, encode
-from qerl.kernels.rope import Destination, HeadNorms, Rotation
+from qerl.kernels.rope import Destination, HeadNorms, Rotation, rotate_and_store_
 from qerl.kernels.rope.reference import rotate_and_store_reference_
 from qerl.kernels.slots import locate
 
@@ -110,16 +110,26 @@ class Problem:
                 self.scales[:, page, :, first:] = torch.nan
 
 
+def behind(rotate: Callable[..., None], attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What a decode step does: rotation, new keys and values into their rows, attention over the pages."""
+
+    def both(q, k, v, rotation, to, table, lengths) -> torch.Tensor:
+        rotate(q, k, v, rotation, to)
+        return attend(q, to.pages, table, lengths, to.scales)
+
+    return both
+
+
 def paged() -> Callable[..., torch.Tensor]:
-    """The kernel; its module can be read where Triton is."""
+    """The kernels; their modules can be read where Triton is."""
     from qerl.kernels.attention.paged import paged_attention
+    from qerl.kernels.rope.rotate import rotate_and_store_bf16_
 
-    return paged_attention
+    return behind(rotate_and_store_bf16_, paged_attention)
 
 
-def attend_by_reference(q, k, v, rotation, to, table, lengths) -> torch.Tensor:
-    rotate_and_store_reference_(q, k, v, rotation, to)
-    return decode_attention_reference(q, to.pages, table, lengths, to.scales)
+attend_by_reference = behind(rotate_and_store_reference_, decode_attention_reference)
+dispatched = behind(rotate_and_store_, decode_attention)
 
 
 def check_stores(problem: Problem, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> None:
@@ -138,7 +148,7 @@ def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 def test_off_the_gpu_it_is_a_softmax_over_a_sequences_own_rows(group, coded):
     problem = Problem(RAGGED, group=group, coded=coded)
-    close(problem.run(decode_attention)[0], problem.exact(), torch.float32)
+    close(problem.run(dispatched)[0], problem.exact(), torch.float32)
 
 
 def test_the_reference_copies_some_sequences_at_a_time(monkeypatch):
@@ -264,12 +274,12 @@ def test_the_kernels_compile(group, head_dim, coded, capability, monkeypatch):
 @pytest.mark.parametrize("device", [GPU])
 def test_a_graph_serves_other_lengths(device):
     problem = Problem(RAGGED, group=7, head_dim=128, device=device, dtype=torch.bfloat16)
-    problem.run(decode_attention)
+    problem.run(dispatched)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, *_ = problem.run(decode_attention)
+        y, *_ = problem.run(dispatched)
     problem.lengths.copy_(problem.lengths.clamp(max=100))
     for _ in range(2):
         graph.replay()
-        assert torch.equal(y, problem.run(decode_attention)[0])
+        assert torch.equal(y, problem.run(dispatched)[0])
     close(y, problem.exact(), torch.bfloat16)

@@ -7,7 +7,7 @@ product gave: they rotate (kernels/rope), store keys and values, attend.
 
     PromptAttention   whole prompts, whose keys and values nobody keeps: the probe's
     ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
-    DecodeAttention   goes over pages (kernels/attention, one kernel for all three)
+    DecodeAttention   goes over pages (kernels/attention)
 
 `alone`: every sequence in a call of its own, so that its bits depend on its own tokens only; decode attention's kernel
 on a GPU does without.
@@ -138,14 +138,12 @@ class DecodeAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
         """See `Attention`."""
         pages, scales = self._cache.of_layer(layer)
+        rotate_and_store_(q, k, v, rotation, Destination(pages, self._rows, scales))
         if self._pages is None:
-            to = Destination(pages, self._rows, scales)
-            return decode_attention(q, k, v, rotation, to, self._page_table, self._lengths).flatten(1)
-        outputs = []
-        for i, n in enumerate(self._pages):
-            one = slice(i, i + 1)
-            turn = Rotation(rotation.cos[one], rotation.sin[one], rotation.norms)
-            to = Destination(pages, self._rows[one], scales)
-            table = self._page_table[one, :n]
-            outputs.append(decode_attention(q[one], k[one], v[one], turn, to, table, self._lengths[one]))
+            return decode_attention(q, pages, self._page_table, self._lengths, scales).flatten(1)
+        rows = [slice(i, i + 1) for i in range(len(q))]
+        outputs = [
+            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i], scales)
+            for i, n in zip(rows, self._pages, strict=True)
+        ]
         return torch.cat(outputs).flatten(1)

@@ -1,4 +1,4 @@
-"""Triton kernels: paged decode attention in splits of a sequence, and the sum of the splits, behind kernels/rope.
+"""Triton kernels: paged decode attention in splits of a sequence, and the sum of the splits.
 
     _split_kernel   one program a (split, key head, sequence): the query heads of a key head are the rows of one product
                     with the SPLIT tokens' keys, whose softmax, in float32, weights their values
@@ -26,13 +26,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from qerl.kernels.numerics import e4m3_values, product, rounded
 from qerl.kernels.overlap import overlaps, wait_for_previous
-from qerl.kernels.rope import Destination, Rotation
-from qerl.kernels.rope.rotate import rotate_and_store_bf16_
 
 SPLIT = 128
 """Tokens a program reads: its float32 result is 6 % of that (7 query heads a key head)."""
@@ -44,16 +42,12 @@ MIN_ROWS = 16
 
 def paged_attention(
     q: Float[Tensor, "b heads d"],
-    k: Float[Tensor, "b kv_heads d"],
-    v: Float[Tensor, "b kv_heads d"],
-    rotation: Rotation,
-    destination: Destination,
+    pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"],
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
+    scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
 ) -> Float[Tensor, "b heads d"]:
-    """`decode_attention` on one CUDA device; d is a power of two from 16 on, pages contiguous, q's heads adjacent."""
-    rotate_and_store_bf16_(q, k, v, rotation, destination)
-    pages, _, scales = destination
+    """`decode_attention` on one CUDA device; d is a power of two from 16 on, `pages` contiguous, q's heads adjacent."""
     b, heads, d = q.shape
     _, _, page_size, kv_heads, _ = pages.shape
     assert pages.is_contiguous() and q.stride()[1:] == (d, 1) and page_table.stride(1) == 1

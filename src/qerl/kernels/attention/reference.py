@@ -20,10 +20,7 @@ def decode_attention_reference(
     lengths: Int64[Tensor, " b"],
     scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
 ) -> Float[Tensor, "b heads d"]:
-    """Attention of rotated queries over pages that hold all tokens, some sequences at a time.
-
-    pages: keys, then values; scales: of pages of codes. Rows past a sequence's end must be finite.
-    """
+    """`decode_attention`, some sequences at a time. Rows past a sequence's end must be finite."""
     kv_heads = pages.shape[3]
     num_rows = page_table.shape[1] * pages.shape[2]
     past = torch.arange(num_rows, device=q.device) >= lengths[:, None]

@@ -13,8 +13,7 @@ is exact to the bit on every path, and so are codes and scales. Heads of a token
     CUDA, bf16, d a power of two  rotate.py: Triton, each byte read and written once
     anything else                 reference.py
 
-Called by nn/self_attention.py in training, by the engine's attention to prompts and chunks, and by kernels/attention.
-Leaves out rotations of a part of the head.
+Called by nn/self_attention.py in training, and by the engine's attention. Leaves out rotations of a part of the head.
 """
 
 from __future__ import annotations
