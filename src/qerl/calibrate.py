@@ -37,7 +37,7 @@ from qerl.nn.attention import packed_forward
 from qerl.nn.load import Base, open_base, resolve_device
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.stream import prepared
-from qerl.nn.structure import decoder_layers
+from qerl.nn.structure import decoder_layers, head_dim
 
 logger = logging.getLogger(__name__)
 
@@ -249,9 +249,7 @@ class _Chooser:
         width = self.inputs[readers[0]].magnitude.numel()
         own = width if isinstance(producer, RMSNorm) else producer.get_parameter("weight").shape[0]
         tie = width // own
-        config = self.base.model.config
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = width // head if tie > 1 else 1
+        heads = width // head_dim(self.base.model.config) if tie > 1 else 1
         choice = choose_factors(
             [self.base.model.get_parameter(f"{name}.weight") for name in readers],
             self.inputs[readers[0]],

@@ -8,7 +8,7 @@ Every function takes the model with or without PEFT's wrapper. Found by role, ne
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,3 +50,8 @@ def head(model: nn.Module) -> nn.Linear:
 def max_positions(model: nn.Module) -> int | None:
     """Tokens of the model's context, prompt and completion together; None where its config names no end."""
     return getattr(causal_lm(model).config, "max_position_embeddings", None)
+
+
+def head_dim(config: Any) -> int:
+    """Of attention, from a model's own config, which may leave it to the hidden size."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -22,6 +22,7 @@ from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4
 from qerl.nn.load import EMBEDDED, base_format
+from qerl.nn.structure import head_dim
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
         intermediate=model.intermediate_size,
         heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
-        head_dim=_head_dim(model),
+        head_dim=head_dim(model),
         vocabulary=model.vocab_size,
         tied=model.tie_word_embeddings,
         has_head_norms=model.model_type == "qwen3",
@@ -180,13 +181,9 @@ def _rank(name: str, lora: LoraConfig) -> int:
     return next(matching, lora.r)
 
 
-def _head_dim(model: Any) -> int:
-    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-
-
 def _linear(model: Any, layer: str, name: str) -> Linear:
     hidden, intermediate = model.hidden_size, model.intermediate_size
-    q, kv = model.num_attention_heads * _head_dim(model), model.num_key_value_heads * _head_dim(model)
+    q, kv = model.num_attention_heads * head_dim(model), model.num_key_value_heads * head_dim(model)
     rows, columns = {
         "q_proj": (q, hidden),
         "k_proj": (kv, hidden),

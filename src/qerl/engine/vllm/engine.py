@@ -40,7 +40,7 @@ from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.vllm.adapters import Factors, adapter_factors
 from qerl.engine.vllm.norms import lost_warning
 from qerl.engine.vllm.worker import ADAPTER_ID, PolicyWorker
-from qerl.nn.structure import causal_lm, decoder_layers, head, max_positions
+from qerl.nn.structure import causal_lm, decoder_layers, head, head_dim, max_positions
 from qerl.noise import NoiseDraw, noise_sites
 from qerl.types import Completion, Request, SamplingParams
 
@@ -247,10 +247,8 @@ def _kv_bytes(model: nn.Module, config: RolloutConfig, longest: int, max_prompt_
     if config.kv_cache_memory is not None:
         return parse_memory(config.kv_cache_memory, total_bytes(head(model).weight.device))
     of = causal_lm(model).config
-    heads = of.num_attention_heads
-    head_dim = getattr(of, "head_dim", None) or of.hidden_size // heads
-    kv_heads = getattr(of, "num_key_value_heads", None) or heads
-    of_token = len(decoder_layers(model)) * token_bytes(kv_heads, head_dim, head(model).weight.itemsize, fp8=False)
+    kv_heads = getattr(of, "num_key_value_heads", None) or of.num_attention_heads
+    of_token = len(decoder_layers(model)) * token_bytes(kv_heads, head_dim(of), head(model).weight.itemsize, fp8=False)
     slots = min(config.max_batch_size, config.prompts_per_step * config.num_generations)
     usual = longest if max_prompt_length is not None else min(longest, _USUAL_PROMPT + config.max_completion_length)
     blocks = max(slots * math.ceil(usual / _BLOCK), math.ceil(longest / _BLOCK)) + 1  # and vLLM's empty one
