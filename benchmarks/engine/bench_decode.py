@@ -180,7 +180,8 @@ def bench(model: nn.Module, size: str, rank: int, fmt: str, args: argparse.Names
         whole = timed(engine, whole_call, sampling)
         short = timed(engine, short_call, sampling)
         step = (whole - short) / (new - SHORT)
-        sync, copies = (seconds_of(partial(f, None)) for f in (engine.sync, engine._decoder.sync))
+        with torch.inference_mode():
+            sync, copies = (seconds_of(partial(f, None)) for f in (engine.sync, engine._decoder.sync))
         engine.sleep()
         wake = seconds_of(engine.wake)
         captured = timed(engine, short_call, sampling) - short
