@@ -5,6 +5,9 @@
                                      in use, as the driver reports it
     with timed_functions(...): ...   seconds of functions called within such parts, by CUDA events, without waiting
 
+What the engine maps by itself (engine/mapped.py) counts as allocated and reserved. A cap plays a smaller card: the rest
+of the memory is taken, so that torch, the engine and CUDA itself find no more than such a card has.
+
 The driver is asked through NVML, by a thread, every few milliseconds: NVML is no part of CUDA's API, so the question
 disturbs neither kernels nor the capture of a graph. Where there is no NVML, torch's own question is put at the ends of
 a part alone. On a CPU there are seconds only.
@@ -23,9 +26,10 @@ from typing import Any
 
 import torch
 
+from qerl.engine.mapped import mapped_bytes
+
 POLL_SECONDS = 0.02  # the allocator keeps what it once took until a part has ended
 HEARTBEAT_SECONDS = 20.0
-_LATER_MODULES = 300_000_000  # kernels that CUDA loads when they are first used, after the cap was set
 
 _RATE_SIZE, _RATE_SECONDS = 8192, 1.0
 
@@ -39,9 +43,9 @@ class Part:
     device_bytes: int = 0
     """The most in use on the device, everybody's."""
     reserved_bytes: int = 0
-    """The most that torch's allocator held."""
+    """The most that torch's allocator held, and what was mapped at the part's begin or end."""
     allocated_bytes: int = 0
-    """The most in tensors."""
+    """The most in tensors, counted so, too."""
     retries: int = 0
     """How often torch's allocator found no room, and gave back what it held unused; each makes the device wait."""
 
@@ -58,6 +62,8 @@ class Meter:
         if self._on_gpu and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._used = _driver_query(self.device) if self._on_gpu else None
+        self._taken: ctypes.c_uint64 | None = None
+        self._taken_bytes = 0
         self._current: str | None = None
         self._started = time.perf_counter()
         self._stop = threading.Event()
@@ -70,6 +76,9 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        if self._taken is not None:
+            _driver_call(self.device, "cuMemFree_v2", self._taken)
+            self._taken, self._taken_bytes = None, 0
 
     @contextmanager
     def __call__(self, name: str) -> Generator[None]:
@@ -77,7 +86,7 @@ class Meter:
         self.synchronize()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        retries = self._retries()
+        retries, mapped = self._retries(), mapped_bytes(self.device)
         part = self.parts.setdefault(name, Part())
         self._current = name
         began = time.perf_counter()
@@ -92,8 +101,9 @@ class Meter:
             self._note(name)
             self._current = None
             if self._on_gpu:
-                part.reserved_bytes = max(part.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
-                part.allocated_bytes = max(part.allocated_bytes, torch.cuda.max_memory_allocated(self.device))
+                mapped = max(mapped, mapped_bytes(self.device))
+                part.reserved_bytes = max(part.reserved_bytes, mapped + torch.cuda.max_memory_reserved(self.device))
+                part.allocated_bytes = max(part.allocated_bytes, mapped + torch.cuda.max_memory_allocated(self.device))
                 part.retries += self._retries() - retries
 
     def forget(self) -> None:
@@ -106,26 +116,24 @@ class Meter:
             torch.cuda.synchronize(self.device)
 
     def used_bytes(self) -> int:
-        """Of the device now, everybody's; 0 on a CPU."""
+        """Of the device now, everybody's, without what a cap takes; 0 on a CPU."""
         if not self._on_gpu:
             return 0
         if self._used:
-            return self._used()
+            return self._used() - self._taken_bytes
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
+        return total - free - self._taken_bytes
 
-    def cap(self, cap_bytes: int) -> int:
-        """Let torch's allocator hold so much that the device stays below the cap; how much that is.
-
-        What is outside of it (context, modules, other processes) is measured now; call again once more is loaded.
-        """
-        outside = self.used_bytes() - torch.cuda.memory_reserved(self.device)
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        limit = cap_bytes - outside - _LATER_MODULES
-        if limit <= 0:
-            raise ValueError(f"a cap of {cap_bytes / 1e9:g} GB, and {outside / 1e9:.2f} GB are in use outside of torch")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self.device)
-        return limit
+    def cap(self, cap_bytes: int) -> None:
+        """From now to the meter's end the device has no more than that: take all memory beyond. Once a meter."""
+        used, (free, _) = self.used_bytes(), torch.cuda.mem_get_info(self.device)
+        if used >= cap_bytes:
+            raise ValueError(f"a cap of {cap_bytes / 1e9:g} GB, and {used / 1e9:.2f} GB are in use")
+        beyond = free - (cap_bytes - used)
+        if beyond > 0:
+            address = ctypes.c_uint64()
+            _driver_call(self.device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(beyond))
+            self._taken, self._taken_bytes = address, beyond
 
     def say(self, text: str) -> None:
         """A line of progress on stderr."""
@@ -238,6 +246,13 @@ class _Memory(ctypes.Structure):
         ("free", ctypes.c_ulonglong),
         ("used", ctypes.c_ulonglong),
     )
+
+
+def _driver_call(device: torch.device, name: str, *arguments: Any) -> None:
+    """One of CUDA's driver, in torch's context. RuntimeError, with the driver's number, where it fails."""
+    with torch.cuda.device(device):
+        if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
+            raise RuntimeError(f"CUDA driver: {name} failed with error {error}")
 
 
 def _driver_query(device: torch.device) -> Callable[[], int] | None:

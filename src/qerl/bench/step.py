@@ -110,8 +110,6 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
                 trainer = random_trainer(config, prompts, meter)
                 trainer.watch = meter
                 _warm_up(trainer, meter)
-                if on_gpu and case.cap_bytes is not None:
-                    meter.cap(case.cap_bytes)
                 load = meter.parts.pop("load")
                 meter.forget()
                 meter.parts["load"] = load

@@ -7,10 +7,11 @@
 What lives how long:
 
     decoder  as the engine: copies of adapters and norms; the base weights are the trainer's own tensors
-    cache    from `wake` to `sleep`, or until a call needs a larger one: the memory of keys and values
+    cache    until a call needs a larger one: keys and values; `sleep` takes its memory and leaves its address
     runner   as the cache, and while sampling parameters, kind of noise and adapters' ranks stay: slots, captured graphs
     pages    one call of `generate`, so that nothing computed under another policy or noise is ever read
 
+Where memory has no address of its own (mapped.py: a CPU, no cuda.bindings), cache and runner end with `sleep`.
 `build_engine` picks this engine where it knows the architecture, else hf.py, with a warning; vllm/ if it is asked for.
 """
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from qerl.config import RolloutConfig
 from qerl.engine.api import Engine, Progress, SyncReport, check_requests, empty_completion
-from qerl.engine.attention import PromptAttention
+from qerl.engine.attention import PromptAttention, has_kernel
 from qerl.engine.budget import check_pages, num_pool_pages, total_bytes
 from qerl.engine.drafts import Draft, Group, pages_alone
 from qerl.engine.hf import TransformersEngine
@@ -120,8 +121,12 @@ class PagedEngine:
     @torch.inference_mode()
     def sync(self, draw: NoiseDraw | None) -> SyncReport:
         """See `Engine.sync`."""
-        decoder = self._decoder
-        largest_b, num_noised = decoder.sync(draw)
+        decoder, ranks = self._decoder, self._ranks()
+        try:
+            largest_b, num_noised = decoder.sync(draw)
+        finally:
+            if self._ranks() != ranks:
+                self._runner = None  # adapters of new ranks are elsewhere, and graphs read them where they were
         tokens = probe_tokens(decoder.vocab_size, decoder.device)
         positions = torch.arange(len(tokens), device=decoder.device)
 
@@ -134,18 +139,26 @@ class PagedEngine:
 
         return probe(logits, draw, largest_b, num_noised, len(decoder.norms.clean))
 
+    @torch.inference_mode()
     def sleep(self) -> None:
-        """See `Engine.sleep`. The graphs go with the memory that they read, and are captured anew as steps come."""
-        self._cache = self._runner = None
+        """See `Engine.sleep`. Slots and graphs stay if the cache's address does."""
+        if self._cache is None or not self._cache.sleep():
+            self._drop()
+        if self._runner is not None:
+            self._runner.reset()  # a call that was broken off has left logits
         if self._decoder.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _drop(self) -> None:
+        """No cache from now on, and nothing that holds its address."""
+        self._cache = self._runner = None
 
     @torch.inference_mode()
     def wake(self) -> None:
         """See `Engine.wake`. The number of slots is known from the first call of `generate` on."""
-        if self._cache is None and self._sizes.slots:
+        if self._sizes.slots:
             with suppress(torch.OutOfMemoryError):  # `generate` asks again, and for less
-                self._cache = self._new_cache()
+                self._woken_cache()
 
     @torch.inference_mode()
     def generate(
@@ -213,18 +226,16 @@ class PagedEngine:
         )
         sizes = _Sizes(*map(max, self._sizes, wanted))
         if sizes != self._sizes:
-            self.sleep()
+            self._drop()
             self._sizes = sizes
         self._decoder.reach(sizes.pages_per_slot * PAGE_SIZE)  # more than before: then no graph is left
-        if self._cache is None:
-            self._cache = self._new_cache()
-        ranks = [projection.ranks for projection in self._decoder.projections]
-        captured = (astuple(sampling), self._decoder.norms.per_slot, ranks)
+        cache = self._woken_cache()
+        captured = (astuple(sampling), self._decoder.norms.per_slot)
         if self._runner is None or captured != self._captured:
             self._runner = None  # before the next one takes memory
             self._runner = Runner(
                 self._decoder,
-                self._cache,
+                cache,
                 sampling,
                 self._eos_ids,
                 num_slots=sizes.slots,
@@ -235,7 +246,10 @@ class PagedEngine:
             )
             self._captured = captured
         self._runner.reset()
-        return self._cache, self._runner
+        return cache, self._runner
+
+    def _ranks(self) -> list[list[int]]:
+        return [projection.ranks for projection in self._decoder.projections]
 
     def _num_pages(self) -> int:
         """Of the pool: as many as all slots can need, or as are allowed, or fewer once memory has run out."""
@@ -261,6 +275,7 @@ class PagedEngine:
 
     def _shrink(self, pages: int) -> None:
         """From now on the cache has no more pages."""
+        self._drop()
         self.sleep()
         logger.warning(
             "out of memory in the rollout; it goes on with a KV cache of %d tokens in place of %d "
@@ -270,10 +285,13 @@ class PagedEngine:
         )
         self._most_pages = pages
 
-    def _new_cache(self) -> KVCache:
-        """The pool, and a spare page."""
+    def _woken_cache(self) -> KVCache:
+        """The pool and a spare page, as they were before `sleep` or made anew."""
+        if self._cache is not None:
+            self._cache.wake()
+            return self._cache
         decoder = self._decoder
-        return KVCache(
+        self._cache = KVCache(
             layers=decoder.num_layers,
             pages=1 + self._num_pages(),
             kv_heads=decoder.kv_heads,
@@ -282,6 +300,7 @@ class PagedEngine:
             device=decoder.device,
             fp8=self._fp8,
         )
+        return self._cache
 
 
 def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]:
@@ -308,7 +327,7 @@ def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]
 
 def _check_attention(dtype: torch.dtype, head_dim: int, *, batch_invariant: bool) -> None:
     """A warning where decode attention on a GPU is not the kernel; ValueError where bits must not depend on a batch."""
-    if dtype == torch.bfloat16 and head_dim in HEAD_DIMS:
+    if has_kernel(dtype, head_dim):
         return
     if batch_invariant:
         raise ValueError(

@@ -2,11 +2,16 @@
 
     run(step, num_slots, pages) -> a step of the next bucket up: first eager, the second time captured, then replayed
 
-A step reads and writes tensors at fixed addresses only (runner.py), so one graph serves every step of its bucket:
-slots rounded up to a power of two, pages of context to one or to 1.5 of one. The slots that a bucket has too many
-run on a spare page and leave no trace; for pages past a sequence's end, attention starts programs that return at once.
-A capture takes as long as some twenty steps, and graphs are captured anew after every update: so there are few buckets.
-Graphs belong to a runner, whose buffers, cache and sampling parameters are in them, and go when it goes: none can
+A step reads and writes tensors at fixed addresses only (runner.py), so one graph serves every step of its bucket. The
+slots that a bucket has too many run on a spare page and leave no trace; for pages past a sequence's end, attention
+starts programs that return at once.
+
+    slots   powers of two from MIN_SLOTS on, and all
+    pages   all that a sequence can have, a quarter, a sixteenth, ... down to the first whose programs are few (IDLE),
+            and not below MIN_PAGES
+
+A capture takes as long as some ten steps, so there are few buckets: with few slots, one alone. Graphs belong to a
+runner, whose buffers and sampling parameters are in them with the cache's address, and go when it goes: none can
 outlive what it reads. Without CUDA, steps run as they are, on exactly the slots in use.
 """
 
@@ -16,18 +21,37 @@ from collections.abc import Callable
 
 import torch
 
+from qerl.engine.kv_cache import PAGE_SIZE
+
 MIN_SLOTS = 8
 MIN_PAGES = 8
+SPLIT_TOKENS = 128
+"""What a program of decode attention reads (kernels/attention/paged.py, which a CPU may be unable to import)."""
+IDLE = 2048
+"""Programs of which it does not matter how many have nothing to do: a GPU starts as many in a microsecond or two."""
 
 Step = Callable[[int, int], None]
 """(slots, pages of context) -> nothing: advances the slots' state in place."""
 
 
+def num_splits(pages: int) -> int:
+    """Programs that decode attention starts for a sequence and key head, with a table so wide."""
+    return -(-pages * PAGE_SIZE // SPLIT_TOKENS)
+
+
+def bucket_slots(num_slots: int, max_slots: int) -> int:
+    """Slots that a GPU's step runs for so many in use."""
+    return min(max(MIN_SLOTS, 1 << (num_slots - 1).bit_length()), max_slots)
+
+
 class StepRunner:
     """Runs a runner's step, always the same one, by graph where that is possible."""
 
-    def __init__(self, *, max_slots: int, max_pages: int, device: torch.device, graphs: bool) -> None:
-        self._max_slots, self._max_pages = max_slots, max_pages
+    def __init__(
+        self, *, max_slots: int, max_pages: int, kv_heads: int | None, device: torch.device, graphs: bool
+    ) -> None:
+        """kv_heads: None where decode attention reads all that the table names, so that wide ones are slow."""
+        self._max_slots, self._max_pages, self._kv_heads = max_slots, max_pages, kv_heads
         self._bucketed = device.type == "cuda"
         self._use_graphs = graphs and self._bucketed
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
@@ -37,10 +61,14 @@ class StepRunner:
         """The sizes that a step really runs at; the same with and without graphs, so that both give the same bits."""
         if not self._bucketed:
             return num_slots, pages
-        slots = max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
-        whole = max(MIN_PAGES, 1 << (pages - 1).bit_length())
-        rung = whole * 3 // 4 if whole > MIN_PAGES and pages <= whole * 3 // 4 else whole
-        return min(slots, self._max_slots), min(rung, self._max_pages)
+        slots, width = bucket_slots(num_slots, self._max_slots), self._max_pages
+        while (narrower := -(-width // 4)) >= max(MIN_PAGES, pages) and self._minds(slots, width):
+            width = narrower
+        return slots, width
+
+    def _minds(self, slots: int, pages: int) -> bool:
+        """Whether it takes time when most of a table so wide is empty."""
+        return self._kv_heads is None or slots * self._kv_heads * num_splits(pages) > IDLE
 
     def run(self, step: Step, num_slots: int, pages: int) -> None:
         """One decode step over at least these slots and pages.
@@ -49,8 +77,8 @@ class StepRunner:
         """
         bucket = self.bucket(num_slots, pages)
         if not self._use_graphs or bucket not in self._graphs:
-            self._graphs[bucket] = None  # the first step of a bucket also sizes the buffers and compiles the kernels
             step(*bucket)
+            self._graphs[bucket] = None  # it has also sized the buffers and compiled the kernels
             return
         graph = self._graphs[bucket]
         if graph is None:

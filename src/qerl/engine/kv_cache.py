@@ -11,17 +11,20 @@ its last, partly filled page is copied for every completion:
     pages A B C                           completion 1 reads [A B e ..]
 
 `PagePool` is the book-keeping of one call of `generate` (plain integers), so no page outlives a policy or noise update.
-`KVCache` is the tensor, which lives from `wake` to `sleep`.
+`KVCache` is the tensor. Where the memory can be given back under an address that stays (mapped.py), it outlives
+`sleep`, and so may what holds its address; elsewhere it lives from `wake` to `sleep`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
 
+from qerl.engine.mapped import reserve
 from qerl.kernels.e4m3 import decode
 
 PAGE_SIZE = 16
@@ -80,7 +83,11 @@ class PagePool:
 
 
 class KVCache:
-    """The keys and values of all pages, of all layers, in one tensor (fp8: two) that stays where it is."""
+    """The keys and values of all pages, of all layers, in one tensor (fp8: two) that stays where it is.
+
+    Awake when made. Every life begins with zeros: attention gives rows past a sequence's end the weight 0, and 0 * NaN
+    would be NaN.
+    """
 
     def __init__(
         self,
@@ -93,15 +100,38 @@ class KVCache:
         device: torch.device,
         fp8: bool = False,
     ) -> None:
-        """dtype: of the activations, and of what is kept unless that is E4M3 codes."""
+        """dtype: of the activations, and of what is kept unless that is E4M3 codes. torch.OutOfMemoryError."""
         self._dtype = dtype
-        # Zeros: attention gives rows past a sequence's end the weight 0, and 0 * NaN would be NaN.
-        self.pool: Shaped[Tensor, "layers 2 pages page kv_heads head_dim"] = torch.zeros(
-            layers, 2, pages, PAGE_SIZE, kv_heads, head_dim, dtype=torch.uint8 if fp8 else dtype, device=device
+        kept = torch.uint8 if fp8 else dtype
+        shape = layers, 2, pages, PAGE_SIZE, kv_heads, head_dim
+        of_scales = layers, 2, pages, kv_heads, PAGE_SIZE
+        pool_bytes = math.prod(shape) * kept.itemsize
+        num_bytes = pool_bytes + (math.prod(of_scales) * torch.float32.itemsize if fp8 else 0)
+        self._memory = reserve(num_bytes, device)
+        if self._memory is None:
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._memory.map()
+            self._bytes = self._memory.tensor().zero_()
+        self.pool: Shaped[Tensor, "layers 2 pages page kv_heads head_dim"] = (
+            self._bytes[:pool_bytes].view(kept).view(shape)
         )
         self.scales: Float32[Tensor, "layers 2 pages kv_heads page"] | None = None
         if fp8:
-            self.scales = torch.zeros(layers, 2, pages, kv_heads, PAGE_SIZE, device=device)
+            self.scales = self._bytes[pool_bytes:num_bytes].view(torch.float32).view(of_scales)
+
+    def sleep(self) -> bool:
+        """Give the memory back, and keep its address; False where that cannot be, and the cache has to go instead."""
+        if self._memory is None:
+            return False
+        self._memory.unmap()
+        return True
+
+    def wake(self) -> None:
+        """Be ready for use, after `sleep` or without. torch.OutOfMemoryError: it sleeps on."""
+        if self._memory is not None and not self._memory.is_mapped:
+            self._memory.map()
+            self._bytes.zero_()
 
     @property
     def num_pages(self) -> int:

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from qerl.engine.api import empty_completion
-from qerl.engine.attention import ChunkAttention, DecodeAttention
+from qerl.engine.attention import ChunkAttention, DecodeAttention, has_kernel
 from qerl.engine.drafts import Chunk, Draft
 from qerl.engine.graphs import StepRunner
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache
@@ -93,7 +93,13 @@ class Runner:
         self._prompt_logits: dict[int, Float[Tensor, " v"]] = {}
         self.steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
         self._spare_page = cache.num_pages - 1
-        self._steps = StepRunner(max_slots=num_slots, max_pages=pages_per_slot, device=decoder.device, graphs=graphs)
+        self._steps = StepRunner(
+            max_slots=num_slots,
+            max_pages=pages_per_slot,
+            kv_heads=decoder.kv_heads if has_kernel(decoder.dtype, decoder.head_dim) else None,
+            device=decoder.device,
+            graphs=graphs,
+        )
         sites, size = decoder.norms.clean.shape
 
         def rows(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -3,7 +3,8 @@
     load         model + one product while it is quantised
     rollout      model + training state + engine: KV cache, slots, prefill, decode step
     evaluation   the same, for the held-out problems
-    update       model + training state + gradients + activations + the larger of (one layer's backward pass, logits)
+    update       model + training state + gradients + activations + the larger of (one layer's backward pass, logits);
+                 on a GPU the rollout's slots, and what its CUDA graphs keep for themselves: a decode step's memory
 
     model           base, head and embedding, norms and biases, dequantisation scratch, workspaces
     training state  adapters (fp32), the engine's copies of them, AdamW's two moments
@@ -32,6 +33,7 @@ from functools import cached_property
 from qerl.config import RunConfig
 from qerl.engine.blocks import BLOCK
 from qerl.engine.budget import num_pool_pages
+from qerl.engine.graphs import bucket_slots, num_splits
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
 from qerl.engine.model import TABLE_STEP
 from qerl.formats import nf4
@@ -174,9 +176,12 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     phases = {"load": model | {"loading": _loading(shape, target)}}
     for name, call in calls.items():
         phases[name] = always | {"KV cache": kv_pool_bytes(shape, config, target, pages)}
-        phases[name] |= _sampling_parts(shape, config, target, ranks, call, prompt, new)
+        phases[name] |= _sampling_parts(shape, config, target, ranks, call, slots, prompt, new)
     activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
-    phases["update"] = always | {"gradients": _FP32 * trained} | activations
+    stays = ("slots",) if target.on_gpu else ()  # engine/mapped.py: `sleep` leaves what holds the cache's address
+    stays += ("decode step", "truncation") if target.on_gpu and rollout.cuda_graphs else ()
+    kept = {name: size for name, size in phases["rollout"].items() if name in stays}
+    phases["update"] = always | kept | {"gradients": _FP32 * trained} | activations
     return Memory(
         phases=phases,
         prompt_tokens=prompt,
@@ -318,9 +323,11 @@ def _sampling_parts(
     target: Target,
     ranks: Mapping[str, int],
     call: Sampling,
+    max_slots: int,
     prompt: int,
     new: int,
 ) -> dict[str, int]:
+    """max_slots: of the largest call, which all have."""
     b, slots = target.activation_bytes, _slots(config, call)
     slot_pages = num_pages(prompt + new)
     state = 5 * 8 + 1 + 8 * slot_pages + (8 + 4 + 4) * (new + 1)  # _Slots of engine/runner.py
@@ -328,15 +335,18 @@ def _sampling_parts(
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Within SwiGLU: gate, up and its result; x, the norm's output and the last block's; q, k, v live on as locals.
     width = 3 * shape.intermediate + 3 * shape.hidden + q + 2 * kv
-    logits = slots * shape.vocabulary
-    prompt_logits = logits + min(call.num_prompts, slots) * shape.vocabulary  # one row a group, then one a completion
-    rows = _round_up(slots, BLOCK) if config.rollout.batch_invariant else slots
+    # One row a group, then one a completion.
+    prompt_logits = (slots + min(call.num_prompts, slots)) * shape.vocabulary
+    decoded = bucket_slots(slots, max_slots) if target.on_gpu else slots
+    rows = _round_up(decoded, BLOCK) if config.rollout.batch_invariant else decoded
+    # Decode attention's splits leave a sum each, its weight and largest score (kernels/attention), where they run.
+    splits = decoded * shape.heads * num_splits(slot_pages) * (shape.head_dim + 2) * _FP32 if target.on_gpu else 0
     prefill, within = _prefill_tokens(config, call, prompt, new), _within_products(shape, ranks, target)
     return {
-        "slots": slots * state,
+        "slots": max_slots * state,
         "prefill": (prefill * width + min(prefill, MAX_FUSED_TOKENS) * within + prompt_logits) * b,
-        "decode step": rows * (width + within + shape.vocabulary) * b,
-    } | ({"truncation": logits * _TRUNCATION_BYTES} if call.truncates else {})
+        "decode step": rows * (width + within + shape.vocabulary) * b + splits,
+    } | ({"truncation": decoded * shape.vocabulary * _TRUNCATION_BYTES} if call.truncates else {})
 
 
 def _within_products(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine, check_engine
+from qerl.engine.mapped import mapped_bytes
 from qerl.evaluate import evaluate
 from qerl.evaluate.show import show_progress
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
@@ -225,6 +226,7 @@ class Trainer:
                 rollout.groups, advantages, mask_truncated=config.loss.mask_truncated_completions
             )
             update_started = time.monotonic()
+            rollout_peaks = _gpu_peaks(self.device)
             with self.watch("sleep"):
                 self.engine.sleep()  # keys and values make room for activations
             metrics |= self.learner.update(self.step, batch, draw)
@@ -247,9 +249,7 @@ class Trainer:
             "time/update": update_seconds,
         }
         if self.device.type == "cuda":
-            metrics["memory/allocated"] = torch.cuda.max_memory_allocated(self.device)
-            metrics["memory/reserved"] = torch.cuda.max_memory_reserved(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            metrics |= {name: max(size, rollout_peaks[name]) for name, size in _gpu_peaks(self.device).items()}
             torch.cuda.empty_cache()  # what activations leave behind makes room for keys and values
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
@@ -476,6 +476,18 @@ class Trainer:
         self.monitor.load_state_dict(state["monitor"])
         load_generators(folder)
         self.display.message(f"resumed from {folder}")
+
+
+def _gpu_peaks(device: torch.device) -> dict[str, int]:
+    """The most that torch has had since the last call, and what the engine has mapped now; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    peaks = {
+        "memory/allocated": torch.cuda.max_memory_allocated(device) + mapped_bytes(device),
+        "memory/reserved": torch.cuda.max_memory_reserved(device) + mapped_bytes(device),
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks
 
 
 def _peak_resident_bytes() -> int:

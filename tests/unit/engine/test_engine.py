@@ -11,7 +11,7 @@ from tiny_policies import CONFIGS, VOCABULARY, assert_as_exact_as_transformers, 
 from qerl.config import RolloutConfig
 from qerl.engine.drafts import Chunk
 from qerl.engine.engine import PagedEngine, build_engine
-from qerl.engine.graphs import StepRunner
+from qerl.engine.graphs import IDLE, SPLIT_TOKENS, StepRunner, num_splits
 from qerl.engine.model import Decoder
 from qerl.engine.projection import Projection
 from qerl.engine.runner import Runner
@@ -247,12 +247,30 @@ def test_slots_that_a_bucket_has_too_many_leave_no_trace(monkeypatch: pytest.Mon
     assert any(wanted[0] < run[0] for wanted, run in sizes)
 
 
-def test_few_buckets_hold_every_step() -> None:
-    steps = StepRunner(max_slots=12, max_pages=144, device=torch.device("cpu"), graphs=False)
+@pytest.mark.parametrize(
+    ("num_slots", "max_pages", "kv_heads", "rungs"),
+    [
+        (8, 144, 4, [144]),  # 18 splits: 576 programs
+        (24, 144, 4, [36, 144]),  # 32 slots: 2,304, then 640
+        (300, 144, 4, [9, 36, 144]),  # all 300 slots: 21,600, then 6,000, then 2,400
+        (1, 2064, 8, [129, 516, 2064]),  # 33,000 tokens: 258 splits, of 8 slots 16,512; 4,160; 1,088
+        (1, 2064, None, [9, 33, 129, 516, 2064]),
+        (1, 5, None, [5]),
+    ],
+)
+def test_few_buckets_hold_every_step(num_slots: int, max_pages: int, kv_heads: int | None, rungs: list[int]) -> None:
+    device = torch.device("cpu")
+    steps = StepRunner(max_slots=300, max_pages=max_pages, kv_heads=kv_heads, device=device, graphs=False)
     steps._bucketed = True
-    sizes = [steps.bucket(9, pages) for pages in range(1, 145)]
-    assert all(pages <= run <= max(8, 1.5 * pages) and slots == 12 for pages, (slots, run) in enumerate(sizes, 1))
-    assert sorted({run for _, run in sizes}) == [8, 12, 16, 24, 32, 48, 64, 96, 128, 144]
+    sizes = [steps.bucket(num_slots, pages) for pages in range(1, max_pages + 1)]
+    assert sorted({run for _, run in sizes}) == rungs
+    for pages, (slots, run) in enumerate(sizes, 1):
+        assert num_slots <= slots <= max(8, 2 * num_slots) and run == min(rung for rung in rungs if rung >= pages)
+        assert run <= 4 * max(8, pages) or (kv_heads and slots * kv_heads * num_splits(run) <= IDLE)
+
+
+def test_a_split_of_decode_attention_is_what_the_kernel_takes() -> None:
+    assert pytest.importorskip("qerl.kernels.attention.paged").SPLIT == SPLIT_TOKENS
 
 
 def test_every_eos_id_ends_a_completion() -> None:

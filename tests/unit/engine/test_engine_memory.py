@@ -189,6 +189,139 @@ def test_sleep_gives_the_memory_back_at_once_and_wake_takes_it_again() -> None:
     assert engine.generate(asked, SAMPLING) == first
 
 
+class Mapped:
+    """A GPU's memory with an address of its own (engine/mapped.py): others write to it while it is theirs."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        self.is_mapped = False
+
+    def map(self) -> None:
+        self._bytes.fill_(0xFF)  # NaN
+        self.is_mapped = True
+
+    def unmap(self) -> None:
+        self._bytes.fill_(0xFF)
+        self.is_mapped = False
+
+    def tensor(self) -> torch.Tensor:
+        return self._bytes
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> type[Mapped]:
+    """A CPU whose memory keeps its address, as a GPU's does."""
+    monkeypatch.setattr("qerl.engine.kv_cache.reserve", Mapped)
+    return Mapped
+
+
+def test_cache_and_runner_outlive_sleep_where_memory_keeps_its_address(mapped: type[Mapped]) -> None:
+    model = policy("qwen2")
+    engine = engine_of(model)
+    engine.sleep()
+    engine.wake()
+    assert engine._cache is None
+    asked = requests(20, 9, samples=4)
+    first = engine.generate(asked, SAMPLING)
+    cache, runner = engine._cache, engine._runner
+    assert cache is not None and runner is not None
+    addresses = [getattr(runner._slots, name).data_ptr() for name in vars(runner._slots)] + [cache.pool.data_ptr()]
+    for wakes in (True, False, True):  # `generate` wakes whoever sleeps
+        engine.sleep()
+        engine.sleep()
+        assert not cache._memory.is_mapped and cache.pool.isnan().all()
+        engine.sync(NOISE)  # its probe needs no pages
+        if wakes:
+            engine.wake()
+            assert cache._memory.is_mapped and not cache.pool.any()
+        assert engine.generate(asked, SAMPLING) == first
+        assert engine._cache is cache and engine._runner is runner
+        assert addresses == [getattr(runner._slots, name).data_ptr() for name in vars(runner._slots)] + [
+            cache.pool.data_ptr()
+        ]
+    engine.sleep()
+    engine.generate(requests(20, 9, samples=4, max_new_tokens=60), SAMPLING)  # needs longer tables and more pages
+    assert engine._cache is not cache and engine._runner is not runner
+    assert engine.generate(asked, SAMPLING) == first
+
+
+def test_a_cache_of_codes_outlives_sleep_with_its_scales(mapped: type[Mapped]) -> None:
+    engine = engine_of(policy("qwen3"), kv_cache_dtype="fp8")
+    asked = requests(20, 9, samples=4)
+    first = engine.generate(asked, SAMPLING)
+    cache = engine._cache
+    assert cache is not None and cache.scales is not None
+    engine.sleep()
+    engine.wake()
+    assert not cache.pool.any() and not cache.scales.any()
+    assert engine.generate(asked, SAMPLING) == first and engine._cache is cache
+
+
+def test_what_is_baked_into_graphs_ends_with_the_runner_alone(mapped: type[Mapped]) -> None:
+    """The cache stays. Memory that adapters of other ranks had is read no more, even if these ranks come back."""
+    model = policy("qwen2")
+    engine = engine_of(model)
+    asked = requests(20, samples=4)
+    first = engine.generate(asked, SAMPLING)
+    cache, runner = engine._cache, engine._runner
+    engine.generate(asked, SamplingParams(temperature=0.5))
+    assert engine._cache is cache and engine._runner is not runner
+    assert engine.generate(asked, SAMPLING) == first
+    runner = engine._runner
+    with adapters_disabled(model):
+        engine.sync(NOISE)  # and nobody samples before
+    engine.sync(NOISE)  # the ranks are what they were
+    assert engine.generate(asked, SAMPLING) == first
+    assert engine._cache is cache and engine._runner is not runner
+
+
+def test_a_call_that_was_broken_off_keeps_no_logits_while_the_engine_sleeps(mapped: type[Mapped]) -> None:
+    engine = engine_of(policy("qwen2"), prefill_tokens=16, max_batch_size=1)
+    asked = requests(8, 8, samples=2)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(asked, SAMPLING, stop)
+    assert engine._runner is not None and engine._runner._prompt_logits
+    engine.sleep()
+    assert not engine._runner._prompt_logits
+    fresh = engine_of(policy("qwen2"))
+    assert_same(engine.generate(asked, SAMPLING), fresh.generate(asked, SAMPLING))
+
+
+def test_a_wake_without_memory_ends_in_a_smaller_cache(mapped: type[Mapped], monkeypatch, caplog) -> None:
+    engine = engine_of(policy("qwen2"))
+    asked = requests(20, 33, samples=3, max_new_tokens=20)
+    first = engine.generate(asked, SAMPLING)
+    cache, runner, freed = engine._cache, engine._runner, []
+    assert cache is not None and runner is not None
+    weakref.finalize(cache._memory, freed.append, True)
+    most = len(cache._bytes) - 1
+    del cache
+    engine.sleep()
+    map_memory = Mapped.map
+
+    def scarce(memory: Mapped) -> None:
+        if len(memory._bytes) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        map_memory(memory)
+
+    monkeypatch.setattr(Mapped, "map", scarce)
+    engine.wake()  # says nothing: `generate` does
+    assert engine._cache is not None and not engine._cache._memory.is_mapped and engine._runner is runner
+    del runner
+    assert_same(engine.generate(asked, SAMPLING), first)
+    assert caplog.text.count("out of memory in the rollout") == 1 and freed
+    assert len(engine._cache._bytes) <= most
+    smaller, runner = engine._cache, engine._runner
+    engine.sleep()
+    engine.wake()
+    assert_same(engine.generate(asked, SAMPLING), first)
+    assert engine._cache is smaller and engine._runner is runner
+
+
 def test_a_call_that_was_broken_off_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(policy("qwen2"), eos_ids=range(4))
     few, many = requests(20, samples=2), requests(9, 30, 7, samples=4, max_new_tokens=40)

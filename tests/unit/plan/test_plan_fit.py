@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,27 @@ def test_the_nearest_settings_fit_and_change_what_is_too_large(models, settings,
     assert found is not None and expected <= set(found)
     fixed = load_config(None, [f"model.path={models / '7B'}", *settings, *describe(found).split()])
     assert plan_memory(shape, fixed, target).peak <= budget
+
+
+def test_what_graphs_keep_for_themselves_is_there_in_the_update(models):
+    """On a GPU: slots of the largest call, and a decode step of the rollout's largest bucket; without graphs, slots."""
+    settings = ["rollout.prompts_per_step=5", "rollout.num_generations=8", "rollout.max_completion_length=2000",
+                "task.max_prompt_length=256", "eval.num_problems=50", "rollout.top_p=0.9", "noise.per=completion",
+                "loss.importance_sampling=false"]  # fmt: skip
+    shape, config, target, memory = planned(models, "7B", *settings)
+    rollout, evaluation, update = (memory.phases[name] for name in ("rollout", "evaluation", "update"))
+    for part in ("slots", "decode step", "truncation"):
+        assert update[part] == rollout[part] > 0
+    assert rollout["slots"] > evaluation["slots"]  # both of 50 slots, the rollout's with gains
+    # 40 completions run in all 50 slots, as 64 there are not: 28 heads, 18 splits of 2,256 tokens, 128 + 2 numbers.
+    step = rollout["decode step"] - 50 * 28 * 18 * 130 * 4
+    assert step % (50 * 2) == 0 and 50 * 2 * 152064 < step < 50 * 2 * 350_000
+    assert rollout["truncation"] == 50 * 152064 * 31
+    eager = with_settings(config, {"rollout.cuda_graphs": False})
+    update = plan_memory(shape, eager, target).phases["update"]
+    assert "slots" in update and update.keys().isdisjoint({"decode step", "truncation", "KV cache"})
+    on_cpu = plan_memory(shape, config, replace(target, on_gpu=False)).phases["update"]
+    assert on_cpu.keys().isdisjoint({"slots", "decode step", "truncation", "KV cache"})
 
 
 def test_shorter_completions_are_the_last_resort(models):
