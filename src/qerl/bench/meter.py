@@ -43,9 +43,9 @@ class Part:
     device_bytes: int = 0
     """The most in use on the device, everybody's."""
     reserved_bytes: int = 0
-    """The most that torch's allocator held, and what was mapped at the part's begin or end."""
+    """The most that torch's allocator held, and what was mapped when the part began or ended."""
     allocated_bytes: int = 0
-    """The most in tensors, counted so, too."""
+    """The most in tensors, and the same."""
     retries: int = 0
     """How often torch's allocator found no room, and gave back what it held unused; each makes the device wait."""
 

@@ -17,7 +17,9 @@ outlive what it reads. Without CUDA, steps run as they are, on exactly the slots
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -83,7 +85,19 @@ class StepRunner:
         graph = self._graphs[bucket]
         if graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
                 step(*bucket)
             self._graphs[bucket] = graph
         graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """What garbage collection ends may wait for the device (mapped.py), which would break a capture off."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

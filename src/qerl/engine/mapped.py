@@ -6,8 +6,8 @@
 
 So what holds addresses, as CUDA graphs do, outlives that its memory was lent to others. While nothing is mapped, an
 access is an illegal one, and nobody may touch the tensor. torch's allocator knows nothing of such memory, and neither
-do its counters: `mapped_bytes` counts it. Through cuda.bindings, imported when first needed; where that is missing,
-`reserve` gives None, and the caller does without. Called by kv_cache.py.
+do its counters: `mapped_bytes` counts it, for a run's metrics and bench/. Through cuda.bindings, imported when first
+needed; where that is missing, `reserve` gives None, and the caller does without. Called by kv_cache.py.
 """
 
 from __future__ import annotations

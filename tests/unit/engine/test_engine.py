@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -267,6 +269,50 @@ def test_few_buckets_hold_every_step(num_slots: int, max_pages: int, kv_heads: i
     for pages, (slots, run) in enumerate(sizes, 1):
         assert num_slots <= slots <= max(8, 2 * num_slots) and run == min(rung for rung in rungs if rung >= pages)
         assert run <= 4 * max(8, pages) or (kv_heads and slots * kv_heads * num_splits(run) <= IDLE)
+
+
+def test_a_bucket_runs_once_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stand-ins for CUDA. A step that fails has warmed nothing up, and a capture that fails is none."""
+    events: list[object] = []
+
+    class Graph:
+        def replay(self) -> None:
+            events.append(self)
+
+    @contextmanager
+    def capture(graph: Graph, pool: object) -> Iterator[None]:
+        events.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    steps = StepRunner(max_slots=20, max_pages=9, kv_heads=2, device=torch.device("cuda"), graphs=True)
+    fails = True
+
+    def step(slots: int, pages: int) -> None:
+        events.append((slots, pages, gc.isenabled()))
+        if fails:
+            raise KeyboardInterrupt
+
+    def run(num_slots: int) -> list[object]:
+        events.clear()
+        with suppress(KeyboardInterrupt):
+            steps.run(step, num_slots, 3)
+        return list(events)
+
+    assert run(2) == [(8, 9, True)]
+    fails = False
+    assert run(2) == [(8, 9, True)]
+    fails = True
+    assert run(2) == ["capture", (8, 9, False)] and gc.isenabled()
+    fails = False
+    *captured, graph = run(8)
+    assert captured == ["capture", (8, 9, False)] and isinstance(graph, Graph)
+    assert run(1) == run(5) == [graph]
+    assert run(12) == [(16, 9, True)] and run(17) == [(20, 9, True)]
+    *_, other = run(20)
+    assert other is not graph and run(18) == [other] and run(8) == [graph]
 
 
 def test_a_split_of_decode_attention_is_what_the_kernel_takes() -> None:
