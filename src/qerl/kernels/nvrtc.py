@@ -167,6 +167,7 @@ def _write(entry: Path, cubin: bytes) -> None:
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -338,10 +339,20 @@ def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.
         _check(driver.cuFuncLoad(function))  # now, not at the first launch
         _check(driver.cuFuncGetAttribute(by_reference(static), _STATIC_SHARED, function))
         _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, most.value - static.value))
+        prefer_shared_memory(function)
     finally:
         driver.cuThreadExchangeStreamCaptureMode(by_reference(mode))
         driver.cuCtxPopCurrent_v2(by_reference(ctypes.c_void_p()))
     return context, function
+
+
+def prefer_shared_memory(function: ctypes.c_void_p) -> None:
+    """As much of a multiprocessor's first-level cache as can be is its shared memory while this function runs.
+
+    A multiprocessor has to be empty to divide its memory anew. So a block of a product, with much of it, would wait for
+    those of the small kernels around, where these want another division: what runs beside products wants this one.
+    """
+    _check(_driver().cuFuncSetAttribute(function, _PREFERRED_CARVEOUT, 100))
 
 
 def _check(status: int) -> None:

@@ -1,6 +1,10 @@
 """Programmatic dependent launch for the Triton kernels: a kernel starts while the one before it in the stream ends.
 
-    wait_for_previous(OVERLAP)     first thing in a kernel: lets the next one start, then waits for the one before it
+    @overlapping                   says that a kernel's blocks run beside those of products
+    @triton.jit
+    def kernel(..):
+        wait_for_previous(OVERLAP)     first thing: lets the next one start, then waits for the one before it
+
     kernel[grid](.., **overlaps(device))
 
 What a start costs (about a microsecond, of two that a small kernel takes) then passes beside the kernel before, and the
@@ -15,13 +19,35 @@ sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qerl.kernels.nvrtc import prefer_shared_memory
+
+_Kernel = TypeVar("_Kernel")
+_overlapping: set[str] = set()
+"""Names of the kernels that run beside products."""
+
+
+def overlapping(kernel: _Kernel) -> _Kernel:
+    """A kernel that, once loaded, wants multiprocessors divided as the products do (nvrtc.prefer_shared_memory)."""
+    _overlapping.add(kernel.__name__)  # pyright: ignore[reportAttributeAccessIssue]
+    return kernel
+
+
+def _prefer_shared_memory(module: Any, function: Any, name: Any, metadata_group: Any, hash: Any) -> None:
+    if name in _overlapping:
+        prefer_shared_memory(ctypes.c_void_p(function))
+
+
+knobs.runtime.kernel_load_end_hook.add(_prefer_shared_memory)
 
 
 @triton.jit

@@ -152,6 +152,7 @@ T read(const void* at) { T v; memcpy(&v, at, sizeof v); return v; }
 inline uint4 load(const void* at) { return read<uint4>(at); }
 inline uint4 load_fresh(const void* at) { return read<uint4>(at); }
 inline uint4 load_once(const void* at) { return read<uint4>(at); }
+inline void bring_near(const void*, uint32_t) {}
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
 inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }

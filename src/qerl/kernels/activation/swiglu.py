@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 WIDTH: Any = 512
 """Four columns a thread: with more, what a few tokens wait for is the code of one."""
@@ -28,6 +28,7 @@ def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[T
     return out
 
 
+@overlapping
 @triton.jit
 def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, n, WIDTH: tl.constexpr, OVERLAP: tl.constexpr):
     wait_for_previous(OVERLAP)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 WIDTH: Any = 1024
 """16 bytes of each operand a thread."""
@@ -31,6 +31,7 @@ def swiglu_grad_bf16(
     return dgate, dup
 
 
+@overlapping
 @triton.jit
 def _swiglu_grad_kernel(
     dy_ptr,

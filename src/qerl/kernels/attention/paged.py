@@ -30,7 +30,7 @@ from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from qerl.kernels.numerics import e4m3_values, product, rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 SPLIT = 128
 """Tokens a program reads: its float32 result is 6 % of that (7 query heads a key head)."""
@@ -91,6 +91,7 @@ def paged_attention(
     return out
 
 
+@overlapping
 @triton.jit(do_not_specialize=["num_splits"])
 def _split_kernel(
     q_ptr,
@@ -162,6 +163,7 @@ def _split_kernel(
         tl.store(sums_ptr + to[:, None] * D + column[None, :], sums, mask=is_head[:, None])
 
 
+@overlapping
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_kernel(
     out_ptr,

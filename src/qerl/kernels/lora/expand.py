@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl.kernels.lora.reference import TILE, Expansion
 from qerl.kernels.numerics import product, rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 
 def add_expanded_bf16_(y: Float[Tensor, "t n"], u: Float[Tensor, "t ranks"], expansion: Expansion, gain: float) -> None:
@@ -47,6 +47,7 @@ def add_expanded_bf16_(y: Float[Tensor, "t n"], u: Float[Tensor, "t ranks"], exp
         )
 
 
+@overlapping
 @triton.jit
 def _expand_kernel(
     y_ptr,

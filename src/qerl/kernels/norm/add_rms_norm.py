@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 
 def add_rms_norm_bf16_(
@@ -57,6 +57,7 @@ def add_rms_norm_bf16_(
     return out
 
 
+@overlapping
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr,

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from qerl.kernels.numerics import rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
 
 def rms_norm_grad_bf16(
@@ -47,6 +47,7 @@ def rms_norm_grad_bf16(
     return dx
 
 
+@overlapping
 @triton.jit
 def _rms_norm_grad_kernel(
     dy_ptr,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qerl.kernels import e4m3
 from qerl.kernels.numerics import e4m3_codes, rounded
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 from qerl.kernels.rope.reference import Destination, Rotation
 
 LARGEST, TINY = tl.constexpr(e4m3.LARGEST), tl.constexpr(e4m3.TINY)
@@ -106,6 +106,7 @@ def _rotate_heads(at, inside, gain_ptr, eps, cos, sin, HALF: tl.constexpr, NORM:
     return first, second
 
 
+@overlapping
 @triton.jit
 def _rotate_kernel(
     q_ptr,

@@ -25,7 +25,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 from qerl.kernels.sample.reference import Sampled
 
 _CHUNK = 2048
@@ -90,6 +90,7 @@ def _exponential(integers):
     return tl.where(v < 1 / 16, v * series, -tl.log(1 - v))
 
 
+@overlapping
 @triton.jit
 def _chunk_kernel(
     logits_ptr,
@@ -138,6 +139,7 @@ def _chunk_kernel(
     tl.store(entries_ptr + at, tl.minimum(first + place, size - 1))  # among NaN, the best may lie in the padding
 
 
+@overlapping
 @triton.jit
 def _join_kernel(
     logits_ptr,

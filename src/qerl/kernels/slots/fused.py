@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from qerl.kernels.overlap import overlaps, wait_for_previous
+from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 from qerl.kernels.slots.reference import Progress
 
 _SIZES: dict[str, Any] = {"WIDTH": 32, "num_warps": 1}
@@ -49,6 +49,7 @@ def advance_fused_(
         )  # fmt: skip
 
 
+@overlapping
 @triton.jit
 def _locate_kernel(
     table_ptr, positions_ptr, rows_ptr, lengths_ptr, b, stride,
@@ -63,6 +64,7 @@ def _locate_kernel(
     tl.store(lengths_ptr + i, position + 1, mask=inside)
 
 
+@overlapping
 @triton.jit
 def _advance_kernel(
     tokens_ptr, positions_ptr, counts_ptr, limits_ptr, finished_ptr,

@@ -15,12 +15,13 @@
 //
 // Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
 // kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
-// the previous kernel is the one that computes u: it says when x is there, and only u is waited for.
+// the previous kernel is the one that computes u: it says when x is there, and only u is waited for. What the end of a
+// tile reads (scales, bias, B) is brought to the second-level cache at the tile's beginning.
 //
 // x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
 // the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
 // conflicts. Either (RESIDENT) all columns that the block's share needs are brought once, in pieces that have a barrier
-// each, a few ahead of their use: the loop has no other loads from memory than those of weights, and no block-wide
+// each, ahead of their use: the loop has no other loads from memory than those of weights, and no block-wide
 // barrier. Or they pass through STAGES stages of CHUNKS chunks a warp. Where x of up to 8 tokens is too long to stay, it
 // comes from global memory to registers, a chunk ahead: slower, since a lane then waits for x and, with it, for weights
 // that it has only just asked for.
@@ -41,7 +42,9 @@ static_assert(DEPTH % (X_STAGED ? CHUNKS : RESIDENT ? 1 : 2) == 0, "one turn of 
 
 // RESIDENT: a piece is the steps that a copy by each thread brings, or one step.
 constexpr int PIECE_STEPS = THREADS * 16 > STEP_BYTES ? THREADS * 16 / STEP_BYTES : 1;
-constexpr int MAX_PIECES = RESIDENT ? 128 : 1, PIECES_AHEAD = 3;
+constexpr int MAX_PIECES = RESIDENT ? 128 : 1;
+// Of a narrow tile, whose share is short, all are asked for at once, of others some ahead of their use.
+constexpr int PIECES_AHEAD = WARPS_M == 1 ? MAX_PIECES : 3;
 
 using Sums = float[SLICES * TILES][4];
 
@@ -230,6 +233,14 @@ extern "C" __global__ void BOUNDS w4a16(
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (chunks_left > d * WARPS_K) ring[d] = load_chunk(codes + d * STRIDE, scales + d * STRIDE);
+        if (threadIdx.x == 0) {  // what the end of the tile reads
+            bring_near(global_scale + tile_n * TILE_ROWS, TILE_ROWS * sizeof(float));
+            if (bias != nullptr) bring_near(bias + table[3 * tile_n], TILE_ROWS * sizeof(bf16));
+            else bring_near(table + 3 * tile_n, 3 * sizeof(int));
+            if (u != nullptr)
+                for (int slice = 0; slice < rank / 16; ++slice)
+                    bring_near(b + (static_cast<uint64_t>(slice) * tiles_n * TILE_ROWS + first_row) * 16, BLOCK_ROWS * 32);
+        }
         if (is_first) {
             if constexpr (RESIDENT) {
                 for (int i = threadIdx.x; i * PIECE_STEPS < own_steps; i += THREADS)
@@ -248,7 +259,7 @@ extern "C" __global__ void BOUNDS w4a16(
             }
             if constexpr (RESIDENT)
 #pragma unroll 1
-                for (int i = 0; i < PIECES_AHEAD; ++i) ask_for_piece();
+                for (int i = 0; i < PIECES_AHEAD && asked_steps < own_steps; ++i) ask_for_piece();
         }
         is_first = false;
 
@@ -294,7 +305,7 @@ extern "C" __global__ void BOUNDS w4a16(
         for (; steps_left > 0; steps_left -= DEPTH) {
             if constexpr (RESIDENT)
                 for (const int end = min(x_slot + DEPTH, own_steps); steps_there < end; steps_there += PIECE_STEPS) {
-                    ask_for_piece();
+                    if (PIECES_AHEAD < MAX_PIECES) ask_for_piece();
                     barrier_wait(shared_address(piece_barriers + steps_there / PIECE_STEPS), 0);
                 }
 #pragma unroll

@@ -2,11 +2,10 @@
 
     x [m, k] --(adapter: u = round(scaling * (x A^T)))--> portable.cu, with the packed weight --> y [m, n]
 
-A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In two of them (one leaves room for the
-kernel that computes u) x stays in shared memory, where a chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the
-others fit any chip from sm_80 on, with 24 KiB at most. No registers are spilled. Instructions a weight (of a lane, in
-the inner loop, read from the machine code; 1.9 of them decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5
-for 64.
+A variant computes 8, 16, 32 or 64 tokens at a time; more are tiles of 64. In some x stays in shared memory, where a
+chip has enough (K of 5,120 takes 80 KiB at 8 tokens); the others fit any chip from sm_80 on, with 24 KiB at most. No
+registers are spilled. Instructions a weight (of a lane, in the inner loop, read from the machine code; 1.9 of them
+decode): 2.3 to 2.4 up to 8 tokens, 3.1 for 16, 3.5 for 32, 4.5 for 64.
 
 Deterministic: blocks share the work as the shape and the number of multiprocessors say, and their sums are added in a
 fixed order. Called by w4a16's dispatcher; beyond 1,024 tokens dense.py is faster.
@@ -83,18 +82,23 @@ class Variant(NamedTuple):
         }
 
 
-# Up to 8 tokens. Narrow tiles give a small weight enough blocks without sharing any: few latencies behind one another.
-_LITTLE_WORK = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2)
-_MUCH_WORK = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
-_RESIDENT = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
-# With an adapter: what it leaves of the registers is for blocks of prepare.cu.
-_BESIDE_ADAPTER = _RESIDENT._replace(depth=3, registers=112)
+# Up to 8 tokens, with x that stays. Narrow tiles give a small weight enough blocks without sharing any: few latencies
+# behind one another. Where registers are limited, two blocks leave room for one of prepare.cu, which computes an
+# adapter's u beside them, and some more: so it matters less where among theirs its registers lie.
+_NARROW = Variant(
+    tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True, registers=112
+)
+_WIDE = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
+_WIDE_BESIDE = _WIDE._replace(depth=3, registers=104)
+# With x that does not.
+_NARROW_PASSING = _NARROW._replace(resident=False, registers=0)
+_WIDE_PASSING = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
 _MORE_TOKENS = (
     Variant(tokens=16, warps_m=4, warps_k=2, slices=2, depth=2, chunks=2, stages=3, blocks=2),
     Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
     Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
-VARIANTS = (_LITTLE_WORK, _MUCH_WORK, _RESIDENT, _BESIDE_ADAPTER, *_MORE_TOKENS)
+VARIANTS = (_NARROW, _WIDE, _WIDE_BESIDE, _NARROW_PASSING, _WIDE_PASSING, *_MORE_TOKENS)
 
 
 class Shares(NamedTuple):
@@ -123,12 +127,11 @@ def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int,
     """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
-    if max(rows, columns) <= 8192:
-        return _LITTLE_WORK
-    v = _BESIDE_ADAPTER if adapter else _RESIDENT
+    narrow = max(rows, columns) <= 8192
+    v = _NARROW if narrow else _WIDE_BESIDE if adapter else _WIDE
     steps = Shares.of(v, m, rows, columns, processors).most
     fits = v.blocks * (v.shared_bytes(steps) + _RESERVED) <= shared_memory and steps <= _MAX_PIECES * v.piece_steps
-    return v if fits else _MUCH_WORK
+    return v if fits else _NARROW_PASSING if narrow else _WIDE_PASSING
 
 
 def w4a16_portable(

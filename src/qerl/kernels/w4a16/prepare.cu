@@ -6,7 +6,7 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. K is dealt to its warps by steps; the sums of a
+// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. It asks for A before x is there. K is dealt to its warps by steps; the sums of a
 // block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 16 tokens blocks are
 // small, and the product's leave room for one on each multiprocessor: both run side by side.
 //
@@ -19,6 +19,7 @@
 constexpr int WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS;  // of 16 bytes, of a chunk's tile
 // A step of K is 32 columns, or 64 of many tokens: so many 16-byte units of a row a lane. So many are loaded at a time.
+constexpr int ROWS_A_BLOCK = 16 / CLUSTER;  // of A, that a block brings near for its cluster
 constexpr int UNITS = TOKENS < 128 ? 1 : 2, STEP = 32 * UNITS, AHEAD = 4 / UNITS;
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
@@ -30,6 +31,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     // u of many tokens is work that should not compete with the product's: then it starts when there is a beginning.
     constexpr bool AT_ONCE = SLICES == 0 || TOKENS < 128;
     if (AT_ONCE) start_next_kernel();
+    if constexpr (SLICES > 0)
+        if (blockIdx.x >= tile_blocks && threadIdx.x < ROWS_A_BLOCK) {  // A, which no kernel just before this one writes
+            const int slice = (blockIdx.x - tile_blocks) / CLUSTER % (parts * SLICES);
+            const int row = 16 * slice + blockIdx.x % CLUSTER * ROWS_A_BLOCK + threadIdx.x;
+            bring_near(a + (size_t)row * padded_k, padded_k * sizeof(bf16));
+        }
     wait_for_previous_kernel();
     if (!AT_ONCE && blockIdx.x >= tile_blocks) start_next_kernel();
     if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_ready, 1);

@@ -24,7 +24,7 @@ TURNS = 4
 """16-byte pieces of x's tiles that a thread writes at a time."""
 CLUSTER = 8
 """Blocks of a cluster, which split K of u; a launch has a multiple of it."""
-ROOM = 32, 64
+ROOM = 32, 56
 """Registers of a thread that the products leave room for: without an adapter, with one."""
 
 
