@@ -21,10 +21,10 @@
 // x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
 // the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
 // conflicts. Either (RESIDENT) all columns that the block's share needs are brought once, in pieces that have a barrier
-// each, ahead of their use: the loop has no other loads from memory than those of weights, and no block-wide
-// barrier. Or they pass through STAGES stages of CHUNKS chunks a warp. Where x of up to 8 tokens is too long to stay, it
-// comes from global memory to registers, a chunk ahead: slower, since a lane then waits for x and, with it, for weights
-// that it has only just asked for.
+// each, a few ahead of their use: the loop has no other loads from memory than those of weights, and no block-wide
+// barrier. Or they pass through STAGES stages of CHUNKS chunks a warp. Or, up to 8 tokens, x comes from global memory to
+// registers, a chunk ahead: where it is too long to stay, slower, since a lane then waits for x and, with it, for weights
+// that it has only just asked for; and in narrow tiles, in which no two warps need the same x.
 //
 // Tokens from m on may be anything (here copies or zeros): a column of the sums depends on no other, none is stored.
 // Columns from k on have zero codes; for them x is zero, or that of other columns of the token: never foreign memory.
@@ -42,9 +42,7 @@ static_assert(DEPTH % (X_STAGED ? CHUNKS : RESIDENT ? 1 : 2) == 0, "one turn of 
 
 // RESIDENT: a piece is the steps that a copy by each thread brings, or one step.
 constexpr int PIECE_STEPS = THREADS * 16 > STEP_BYTES ? THREADS * 16 / STEP_BYTES : 1;
-constexpr int MAX_PIECES = RESIDENT ? 128 : 1;
-// Of a narrow tile, whose share is short, all are asked for at once, of others some ahead of their use.
-constexpr int PIECES_AHEAD = WARPS_M == 1 ? MAX_PIECES : 3;
+constexpr int MAX_PIECES = RESIDENT ? 128 : 1, PIECES_AHEAD = 3;
 
 using Sums = float[SLICES * TILES][4];
 
@@ -259,7 +257,7 @@ extern "C" __global__ void BOUNDS w4a16(
             }
             if constexpr (RESIDENT)
 #pragma unroll 1
-                for (int i = 0; i < PIECES_AHEAD && asked_steps < own_steps; ++i) ask_for_piece();
+                for (int i = 0; i < PIECES_AHEAD; ++i) ask_for_piece();
         }
         is_first = false;
 
@@ -305,7 +303,7 @@ extern "C" __global__ void BOUNDS w4a16(
         for (; steps_left > 0; steps_left -= DEPTH) {
             if constexpr (RESIDENT)
                 for (const int end = min(x_slot + DEPTH, own_steps); steps_there < end; steps_there += PIECE_STEPS) {
-                    if (PIECES_AHEAD < MAX_PIECES) ask_for_piece();
+                    ask_for_piece();
                     barrier_wait(shared_address(piece_barriers + steps_there / PIECE_STEPS), 0);
                 }
 #pragma unroll

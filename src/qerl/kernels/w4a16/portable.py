@@ -82,23 +82,18 @@ class Variant(NamedTuple):
         }
 
 
-# Up to 8 tokens, with x that stays. Narrow tiles give a small weight enough blocks without sharing any: few latencies
-# behind one another. Where registers are limited, two blocks leave room for one of prepare.cu, which computes an
-# adapter's u beside them, and some more: so it matters less where among theirs its registers lie.
-_NARROW = Variant(
-    tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True, registers=112
-)
+# Up to 8 tokens. Narrow tiles give a small weight enough blocks without sharing any: few latencies behind one another.
+# Where registers are limited, two blocks leave room for one of prepare.cu, which computes an adapter's u beside them.
+_NARROW = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2, registers=112)
 _WIDE = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
 _WIDE_BESIDE = _WIDE._replace(depth=3, registers=104)
-# With x that does not.
-_NARROW_PASSING = _NARROW._replace(resident=False, registers=0)
 _WIDE_PASSING = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
 _MORE_TOKENS = (
     Variant(tokens=16, warps_m=4, warps_k=2, slices=2, depth=2, chunks=2, stages=3, blocks=2),
     Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
     Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
-VARIANTS = (_NARROW, _WIDE, _WIDE_BESIDE, _NARROW_PASSING, _WIDE_PASSING, *_MORE_TOKENS)
+VARIANTS = (_NARROW, _WIDE, _WIDE_BESIDE, _WIDE_PASSING, *_MORE_TOKENS)
 
 
 class Shares(NamedTuple):
@@ -127,11 +122,12 @@ def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int,
     """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
-    narrow = max(rows, columns) <= 8192
-    v = _NARROW if narrow else _WIDE_BESIDE if adapter else _WIDE
+    if max(rows, columns) <= 8192:
+        return _NARROW
+    v = _WIDE_BESIDE if adapter else _WIDE
     steps = Shares.of(v, m, rows, columns, processors).most
     fits = v.blocks * (v.shared_bytes(steps) + _RESERVED) <= shared_memory and steps <= _MAX_PIECES * v.piece_steps
-    return v if fits else _NARROW_PASSING if narrow else _WIDE_PASSING
+    return v if fits else _WIDE_PASSING
 
 
 def w4a16_portable(

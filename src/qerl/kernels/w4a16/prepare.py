@@ -61,7 +61,7 @@ def prepare_kernel(tokens: int, slices: int, device: torch.device) -> Kernel:
 def defines(tokens: int, slices: int) -> dict[str, int]:
     """Of prepare.cu."""
     beside = ROOM[slices > 0]
-    registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 144
+    registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 128
     return {
         "TOKENS": tokens,
         "SLICES": slices,
