@@ -161,6 +161,16 @@ def test_adapter_input(emulate, tokens, m):
     assert x_ready.tolist() == [1, 0]
 
 
+def test_many_tokens_with_small_blocks_beside_the_product(emulate, monkeypatch):
+    """What prepare.py's blocks are like is a choice by the clock alone."""
+    small = prepare.Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=True, beside=True)
+    monkeypatch.setitem(prepare._WITH_ADAPTER, 128, small)
+    emulate(2)
+    weight, x = random_weight((40, 300), 528), whole(130, 528).bfloat16()
+    adapter = random_adapter(weight, 20)
+    check(w4a16_hopper(x, weight, None, adapter), x, weight, None, adapter)
+
+
 @pytest.mark.parametrize("tokens", [16, 128])
 def test_prepared_activations_are_as_described(emulate, tokens):
     """[token tile, chunk, token, position]: columns as a thread's fragments have them, 16-byte pieces swizzled."""
@@ -169,7 +179,9 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
     kernel = prepare.prepare_kernel(tokens, 0, x.device)
-    kernel.launch((8, 1, 1), prepare.threads(0), 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0))
+    kernel.launch(
+        (8, 1, 1), prepare.TILES_ALONE.threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0)
+    )
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):
         for chunk in range(chunks):

@@ -63,8 +63,10 @@ class Variant(NamedTuple):
     def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        with_adapter = slices > 0 and self.tokens <= 16
-        first, registers, words = self._registers(prepare.threads(0) * prepare.ROOM[with_adapter])
+        other = prepare.shape_of(self.tokens, slices)
+        if not other.beside:
+            other = prepare.TILES_ALONE
+        first, registers, words = self._registers(other.threads * other.registers)
         return {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -153,7 +155,7 @@ def w4a16_hopper(
     chunks = plan.steps * _STEP_CHUNKS
     try:
         plan.prepare.launch(
-            (launch.prepare_blocks, 1, 1), prepare.threads(slices, plan.variant.tokens), 0,
+            (launch.prepare_blocks, 1, 1), prepare.shape_of(plan.variant.tokens, slices).threads, 0,
             (
                 x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
                 launch.pieces, x_ready,
@@ -194,7 +196,7 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * prepare.threads(plan.slices, v.tokens) * prepare.TURNS))
+        tile_blocks = -(-x_bytes // (16 * prepare.shape_of(v.tokens, plan.slices).threads * prepare.TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
         tile_blocks = _round_up(tile_blocks, prepare.CLUSTER)

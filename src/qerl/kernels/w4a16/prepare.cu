@@ -6,21 +6,19 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. It asks for A before x is there. K is dealt to its warps by steps; the sums of a
-// block's warps are added in shared memory, those of the blocks across the cluster, in order. Up to 16 tokens blocks are
-// small, and the product's leave room for one on each multiprocessor: both run side by side.
+// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. It asks for A before x is there. K is dealt to its
+// warps by steps; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
-// Defines: TOKENS, SLICES (0: no adapter), THREADS (of a block), REGISTERS (of a thread), TURNS (16-byte pieces of tiles
-// that a thread writes at a time), BATCH (tokens of a cluster), CLUSTER (its blocks).
+// Defines: TOKENS, SLICES (0: no adapter), TURNS (16-byte pieces of tiles that a thread writes at a time), CLUSTER (blocks),
+// and what prepare.py has for each number of tokens: THREADS, REGISTERS, BATCH, UNITS, AHEAD, AT_ONCE.
 #include "hopper.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS;  // of 16 bytes, of a chunk's tile
-// A step of K is 32 columns, or 64 of many tokens: so many 16-byte units of a row a lane. So many are loaded at a time.
 constexpr int ROWS_A_BLOCK = 16 / CLUSTER;  // of A, that a block brings near for its cluster
-constexpr int UNITS = TOKENS < 128 ? 1 : 2, STEP = 32 * UNITS, AHEAD = 4 / UNITS;
+constexpr int STEP = 32 * UNITS;            // columns of K: so many 16-byte units of a row a lane
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
@@ -29,7 +27,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     // The product starts at once. Without an adapter it waits for this kernel's end; with one, only before it needs u:
     // until then for blocks to say in x_ready that the tiles are there, or, where it has x from elsewhere, that x is.
     // u of many tokens is work that should not compete with the product's: then it starts when there is a beginning.
-    constexpr bool AT_ONCE = SLICES == 0 || TOKENS < 128;
     if (AT_ONCE) start_next_kernel();
     if constexpr (SLICES > 0)
         if (blockIdx.x >= tile_blocks && threadIdx.x < ROWS_A_BLOCK) {  // A, which no kernel just before this one writes

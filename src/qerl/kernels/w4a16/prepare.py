@@ -11,6 +11,7 @@ kernel with an adapter launches a product behind it, or forgets the counters.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import BFloat16, Int32
@@ -24,8 +25,37 @@ TURNS = 4
 """16-byte pieces of x's tiles that a thread writes at a time."""
 CLUSTER = 8
 """Blocks of a cluster, which split K of u; a launch has a multiple of it."""
-ROOM = 32, 56
-"""Registers of a thread that the products leave room for: without an adapter, with one."""
+
+
+class Shape(NamedTuple):
+    """What prepare.cu's blocks are like."""
+
+    threads: int
+    registers: int
+    """Of a thread."""
+    batch: int
+    """Tokens whose u a cluster computes."""
+    units: int
+    """16-byte units of a row that a lane loads for a step of K."""
+    ahead: int
+    """Steps that are loaded at a time."""
+    at_once: bool
+    """The product may start when this kernel does, and not only when x's tiles are there."""
+    beside: bool
+    """The product's blocks leave registers for a block of these on each multiprocessor: both run side by side."""
+
+
+TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, beside=True)
+"""Without an adapter."""
+_FEW = Shape(threads=128, registers=56, batch=8, units=1, ahead=4, at_once=True, beside=True)
+_SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, beside=False)
+_MANY = Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
+_WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME, 128: _MANY}
+
+
+def shape_of(tokens: int, slices: int) -> Shape:
+    """For tiles of so many tokens, and an adapter of so many slices of 16 ranks (0: none); as measured on an H200."""
+    return _WITH_ADAPTER[tokens] if slices else TILES_ALONE
 
 
 def adapter_input(
@@ -40,7 +70,7 @@ def adapter_input(
     u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
     prepare_kernel(tokens, rank // SLICE, x.device).launch(
         (adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
-        threads(rank // SLICE, tokens),
+        shape_of(tokens, rank // SLICE).threads,
         0,
         (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_ready),
         overlap=True,
@@ -60,29 +90,21 @@ def prepare_kernel(tokens: int, slices: int, device: torch.device) -> Kernel:
 
 def defines(tokens: int, slices: int) -> dict[str, int]:
     """Of prepare.cu."""
-    beside = ROOM[slices > 0]
-    registers = beside if slices == 0 or tokens <= 16 else 112 if tokens < 128 else 128
+    threads, registers, batch, units, ahead, at_once, _ = shape_of(tokens, slices)
     return {
         "TOKENS": tokens,
         "SLICES": slices,
-        "THREADS": threads(slices, tokens),
-        "REGISTERS": registers,
         "TURNS": TURNS,
-        "BATCH": _batch(tokens),
         "CLUSTER": CLUSTER,
+        "THREADS": threads,
+        "REGISTERS": registers,
+        "BATCH": batch,
+        "UNITS": units,
+        "AHEAD": ahead,
+        "AT_ONCE": int(at_once),
     }
 
 
-def threads(slices: int, tokens: int = 16) -> int:
-    """Of a block."""
-    return 256 if slices and tokens > 16 else 128
-
-
-def _batch(tokens: int) -> int:
-    """Tokens whose u a cluster computes."""
-    return 8 if tokens <= 16 else 16 if tokens < 128 else 32
-
-
 def adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    """That compute u; slices: of all parts."""
-    return slices * -(-m // _batch(tokens)) * CLUSTER
+    """That compute u of m tokens in tiles of so many; slices: of all parts."""
+    return slices * -(-m // shape_of(tokens, slices).batch) * CLUSTER
