@@ -383,6 +383,24 @@ class NoiseConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_no_idle_settings(self) -> NoiseConfig:
+        """What is changed and has no effect is a mistake, unless all noise is off."""
+        idle: dict[str, str] = {}
+        if self.controller == "schedule":
+            idle |= dict.fromkeys(("target", "factor"), 'noise.controller = "schedule" follows no measured value')
+        else:
+            why = f'noise.controller = "{self.controller}" takes the place of the schedule'
+            idle |= dict.fromkeys(("schedule", "paper_exponent", "num_stages"), why)
+        if self.schedule != "exponential":
+            idle.setdefault("paper_exponent", f'noise.schedule is "{self.schedule}", and it is of the exponential one')
+        if self.on_divergence == "off":
+            idle["divergence_limit"] = 'noise.on_divergence = "off" watches for nothing'
+        for name, why in idle.items():
+            if self.enabled and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"noise.{name} = {getattr(self, name)!r} has no effect: {why}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _has_a_clean_policy_to_compare_with(self) -> NoiseConfig:
         if self.enabled and self.controller == "divergence" and self.same_noise_in_training:
             raise ValueError(
