@@ -103,18 +103,19 @@ class Projection:
         entries: list[Factors | None] = [None if f is None else (f.a, f.b, f.scaling) for f in factors]
         ranks = [0 if f is None else f.a.shape[0] for f in factors]
         if ranks != self._ranks:
-            self._ranks, self._scalings, self._within, self._beside = ranks, [], None, None
+            self._ranks, self._scalings, self._within, self._beside = [], [], None, None
             if self._packed is not None and 0 < max(ranks) <= MAX_RANK:
                 self._within = pack_adapter(self._packed, entries, self._dtype)
             elif any(ranks):
                 self._beside = _Beside(self._bases, ranks, self._dtype, self._room)
                 if self._beside.bias is not None:
                     self._products[0] = self._products[0][0], self._beside.bias[: sum(self._sizes)]
+            self._ranks = ranks  # only now: where memory has run out, the next sync asks for it again
         scalings = [0.0 if f is None else f.scaling for f in factors]
         holder = self._within or self._beside
         if holder is not None and scalings != self._scalings:
-            self._scalings = scalings
             holder.scaling.copy_(torch.tensor(scalings))
+            self._scalings = scalings
         if self._within is not None:
             assert self._packed is not None
             yield from self._within.copies(self._packed, entries)

@@ -131,6 +131,21 @@ def test_adapters_come_go_and_change_their_rank() -> None:
     check(fused, linears)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sync_that_found_no_memory_is_made_up_for_by_the_next(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy("qwen2", packed=packed)
+    linears, fused = qkv(model), Projection(qkv(model), torch.float32)
+
+    def full(*sizes: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(projection, "pack_adapter" if packed else "_Beside", full)
+        sync([fused])
+    sync([fused])
+    check(fused, linears)
+
+
 @pytest.mark.parametrize("format", ["nf4", "int4"])
 def test_coded_weights_are_one_product(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy("qwen2", format=format)
