@@ -113,6 +113,7 @@ class KVCache:
         else:
             self._memory.map()
             self._bytes = self._memory.tensor().zero_()
+        self._is_awake = True
         self.pool: Shaped[Tensor, "layers 2 pages page kv_heads head_dim"] = (
             self._bytes[:pool_bytes].view(kept).view(shape)
         )
@@ -124,14 +125,16 @@ class KVCache:
         """Give the memory back, and keep its address; False where that cannot be, and the cache has to go instead."""
         if self._memory is None:
             return False
+        self._is_awake = False
         self._memory.unmap()
         return True
 
     def wake(self) -> None:
         """Be ready for use, after `sleep` or without. torch.OutOfMemoryError: it sleeps on."""
-        if self._memory is not None and not self._memory.is_mapped:
+        if self._memory is not None and not self._is_awake:
             self._memory.map()
             self._bytes.zero_()
+            self._is_awake = True  # memory that is there and was not cleared, after an interrupt, is not enough
 
     @property
     def num_pages(self) -> int:

@@ -291,6 +291,24 @@ def test_a_call_that_was_broken_off_keeps_no_logits_while_the_engine_sleeps(mapp
     assert_same(engine.generate(asked, SAMPLING), fresh.generate(asked, SAMPLING))
 
 
+def test_a_wake_that_was_broken_off_is_no_wake(mapped: type[Mapped], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is there, with what others have left in it, as NaN: 0 * NaN would be NaN."""
+    engine = engine_of(policy("qwen2"))
+    asked = requests(20, 9, samples=4)
+    first = engine.generate(asked, SAMPLING)
+    engine.sleep()
+    map_memory = Mapped.map
+
+    def interrupted(memory: Mapped) -> None:
+        map_memory(memory)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Mapped, "map", interrupted)
+        engine.wake()
+    assert engine.generate(asked, SAMPLING) == first
+
+
 def test_a_wake_without_memory_ends_in_a_smaller_cache(mapped: type[Mapped], monkeypatch, caplog) -> None:
     engine = engine_of(policy("qwen2"))
     asked = requests(20, 33, samples=3, max_new_tokens=20)
