@@ -48,11 +48,13 @@ def compile_launches(
     """Compile what `call` launches (on CPU tensors) for a compute capability: the kernels, not run.
 
     From 9.0 on those of overlap.py are compiled to overlap, and must wait before they touch memory; those of the names
-    `reads_ahead` may read before, and must.
+    `reads_ahead` may read before, and must. All of overlap.py are known by the name that they are loaded under.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
+
+    from qerl.kernels.overlap import _overlapping
 
     class Absent:
         def get_current_device(self) -> int:
@@ -71,6 +73,7 @@ def compile_launches(
         if overlaps:
             kwargs |= {"OVERLAP": True, "launch_pdl": True}
         compiled.append(run(self, *args, warmup=True, **kwargs))
+        assert ("OVERLAP" in kwargs) == (compiled[-1].name in _overlapping)
         if overlaps:
             check_waits_first(compiled[-1].asm["sass"], reads_ahead=self.__name__ in reads_ahead)
 

@@ -20,6 +20,7 @@ sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from qerl.kernels.nvrtc import prefer_shared_memory
 
 _Kernel = TypeVar("_Kernel")
 _overlapping: set[str] = set()
-"""Names of the kernels that run beside products."""
+"""Names of the kernels that run beside products. Another library's of the same name computes what it did before."""
 
 
 def overlapping(kernel: _Kernel) -> _Kernel:
@@ -47,7 +48,8 @@ def _prefer_shared_memory(module: Any, function: Any, name: Any, metadata_group:
         prefer_shared_memory(ctypes.c_void_p(function))
 
 
-knobs.runtime.kernel_load_end_hook.add(_prefer_shared_memory)
+with suppress(AttributeError):  # no chain of hooks, but None or somebody's function: loaded as they are, then
+    knobs.runtime.kernel_load_end_hook.add(_prefer_shared_memory)
 
 
 @triton.jit
