@@ -22,6 +22,7 @@ class EmulatedKernel:
 
     def __init__(self, library: ctypes.CDLL, name: str, signature: str, backwards: bool, cluster: int = 1) -> None:
         self.run, self.signature, self.backwards, self.cluster = library[f"run_{name}"], signature, backwards, cluster
+        self.take_brought_near = library["take_brought_near"]
 
     def launch(self, grid, block, shared, args, *, overlap=False) -> None:
         values = [
@@ -32,6 +33,11 @@ class EmulatedKernel:
         assert shared <= 227 * 1024 and grid[0] % self.cluster == 0
         status = self.run(grid[0], block, self.cluster, self.backwards, pointers)
         assert status == 0, "threads wait for each other for ever"
+        tensors = [(a.data_ptr(), a.data_ptr() + a.nbytes) for a in args if isinstance(a, torch.Tensor)]
+        at, size = ctypes.c_void_p(), ctypes.c_uint32()
+        while self.take_brought_near(ctypes.byref(at), ctypes.byref(size)):
+            first, end = at.value or 0, (at.value or 0) + size.value
+            assert first and size.value and not any(start <= first < stop < end for start, stop in tensors), "foreign"
 
 
 def emulation(source: Path, defines: Mapping[str, int | str], exports: str, dynamic: str) -> ctypes.CDLL:

@@ -152,7 +152,14 @@ T read(const void* at) { T v; memcpy(&v, at, sizeof v); return v; }
 inline uint4 load(const void* at) { return read<uint4>(at); }
 inline uint4 load_fresh(const void* at) { return read<uint4>(at); }
 inline uint4 load_once(const void* at) { return read<uint4>(at); }
-inline void bring_near(const void*, uint32_t) {}
+std::vector<std::pair<const void*, uint32_t>> brought_near;  // emulation.py asks whose it is
+inline void bring_near(const void* at, uint32_t bytes) { brought_near.emplace_back(at, bytes); }
+extern "C" bool take_brought_near(const void** at, uint32_t* bytes) {
+    if (brought_near.empty()) return false;
+    std::tie(*at, *bytes) = brought_near.back();
+    brought_near.pop_back();
+    return true;
+}
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
 inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }

@@ -194,7 +194,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
             for (int p = 0; p < PANELS; p++) {  // what the end of the tile reads
                 const int supertile = supertile_of(p);
                 bring_near(row_scale + supertile * 128, 128 * sizeof(float));
-                if (bias) bring_near(bias + table[3 * supertile], 128 * sizeof(bf16));
+                if (bias) bring_near(bias + table[3 * supertile], table[3 * supertile + 1] * sizeof(bf16));
                 else bring_near(table + 3 * supertile, 3 * sizeof(int));
             }
         }

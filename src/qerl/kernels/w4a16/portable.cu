@@ -233,7 +233,7 @@ extern "C" __global__ void BOUNDS w4a16(
             if (chunks_left > d * WARPS_K) ring[d] = load_chunk(codes + d * STRIDE, scales + d * STRIDE);
         if (threadIdx.x == 0) {  // what the end of the tile reads
             bring_near(global_scale + tile_n * TILE_ROWS, TILE_ROWS * sizeof(float));
-            if (bias != nullptr) bring_near(bias + table[3 * tile_n], TILE_ROWS * sizeof(bf16));
+            if (bias != nullptr) bring_near(bias + table[3 * tile_n], table[3 * tile_n + 1] * sizeof(bf16));
             else bring_near(table + 3 * tile_n, 3 * sizeof(int));
             if (u != nullptr)
                 for (int slice = 0; slice < rank / 16; ++slice)
