@@ -42,6 +42,7 @@ from qerl.bench.models import SIZES, RandomWeights, qwen2_config, write_folder
 from qerl.config import LoraConfig, ModelConfig, RolloutConfig
 from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import token_bytes
+from qerl.engine.mapped import mapped_bytes
 from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora
 from qerl.types import Request, SamplingParams
@@ -184,18 +185,18 @@ def bench(model: nn.Module, size: str, rank: int, fmt: str, args: argparse.Names
             sync, copies = (seconds_of(partial(f, None)) for f in (engine.sync, engine._decoder.sync))
         engine.sleep()
         wake = seconds_of(engine.wake)
-        captured = timed(engine, short_call, sampling) - short
+        after_wake = timed(engine, short_call, sampling) - short
         floor = floor_bytes(size, fmt, rank, batch, prompt + (new + SHORT) / 2, config) / BANDWIDTH
         yield {
             **measured(size, fmt, rank, batch, len(whole_call), step, floor, args), **settings,
             "prefill_s": round(short - SHORT * step, 4), "first_s": round(first, 2),
             "sync_ms": round(sync * 1e3, 2), "copy_ms": round(copies * 1e3, 2), "wake_ms": round(wake * 1e3, 2),
-            "recapture_s": round(captured, 3),
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            "after_wake_s": round(after_wake, 3),
+            "peak_gb": round((torch.cuda.max_memory_allocated() + mapped_bytes(torch.device("cuda"))) / 1e9, 2),
         }  # fmt: skip
         print(
             f"    prefill {short - SHORT * step:.3f} s, first call {first:.1f} s, sync {sync * 1e3:.0f} ms "
-            f"({copies * 1e3:.0f} without its probe), wake {wake * 1e3:.0f} ms, graphs again {captured:.2f} s",
+            f"({copies * 1e3:.0f} without its probe), wake {wake * 1e3:.0f} ms and {after_wake:.2f} s",
             flush=True,
         )
         if batch in args.profile:
