@@ -83,12 +83,26 @@ class StepRunner:
             self._graphs[bucket] = None  # it has also sized the buffers and compiled the kernels
             return
         graph = self._graphs[bucket]
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
+        if graph is not None:
+            graph.replay()
+            return
+        graph = torch.cuda.CUDAGraph()
+        with _told_as_lack_of_memory():
             with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
                 step(*bucket)
-            self._graphs[bucket] = graph
-        graph.replay()
+            graph.replay()
+        self._graphs[bucket] = graph
+
+
+@contextmanager
+def _told_as_lack_of_memory() -> Generator[None]:
+    """The driver needs memory for a graph's nodes; where that is missing, the engine makes room as for a tensor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(f"no memory for a CUDA graph: {error}") from error
 
 
 @contextmanager

@@ -315,6 +315,40 @@ def test_a_bucket_runs_once_is_captured_once_and_replayed(monkeypatch: pytest.Mo
     assert other is not graph and run(18) == [other] and run(8) == [graph]
 
 
+@pytest.mark.parametrize("where", ["capture", "replay"])
+def test_no_memory_for_a_graph_is_what_no_memory_for_a_tensor_is(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the engine makes room. Other failures of the driver are told as they are."""
+    failure: Exception | None = None
+
+    def fail(at: str) -> None:
+        if failure is not None and at == where:
+            raise failure
+
+    class Graph:
+        def replay(self) -> None:
+            fail("replay")
+
+    @contextmanager
+    def capture(graph: Graph, pool: object) -> Iterator[None]:
+        yield
+        fail("capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    steps = StepRunner(max_slots=8, max_pages=9, kv_heads=2, device=torch.device("cuda"), graphs=True)
+    steps.run(lambda *_: None, 8, 9)
+    for failure, told in (
+        (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError),
+        (torch.OutOfMemoryError("Tried to allocate 2 GiB"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            steps.run(lambda *_: None, 8, 9)
+        assert type(caught.value) is told and str(failure) in str(caught.value)
+        assert steps._graphs == {(8, 9): None}
+
+
 def test_a_split_of_decode_attention_is_what_the_kernel_takes() -> None:
     assert pytest.importorskip("qerl.kernels.attention.paged").SPLIT == SPLIT_TOKENS
 
