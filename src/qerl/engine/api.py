@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take that memory again, where it is known how much. `generate` does it too, and makes do with less if it can."""
+        """Take that memory again, where it is known how much. `generate` does it too, with less if it must."""
         ...
 
 
