@@ -1,11 +1,11 @@
 """Speed of quantising: `python benchmarks/quantise.py [--gigabytes 28] [--shard 5] [--scratch FOLDER]`.
 
 First from memory, on a GPU: GB a second of bf16 weights, for matrices of a 14B model and each rule of scales, global
-scale and check for NaN included; their first rows must have the bits that the CPU gives. Then, with --gigabytes, from
-disk to disk: a synthetic folder of that size in shards of --shard GB, with the layers of a 14B model, through
-formats/writing.py's quantize_checkpoint, the most memory that the process took beyond what it had before, and how fast
-this machine reads, hashes and writes a shard when it does nothing else: reading and hashing overlap with quantising,
-writing does not.
+scale and check for NaN included; the last column names those whose first rows have not the bits that the CPU gives.
+Then, with --gigabytes, from disk to disk: a synthetic folder of that size in shards of --shard GB, with the layers of a
+14B model, through formats/writing.py's quantize_checkpoint, the most memory that the process took beyond what it had
+before, and how fast this machine reads, hashes and writes a shard when it does nothing else: reading and hashing
+overlap with quantising, writing does not.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ COLUMNS: dict[str, Any] = {
 def from_memory() -> None:
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}: GB/s of bf16 weights, quantised from memory")
-    print(f"| matrix | {' | '.join(COLUMNS)} | bits as on the CPU |\n|{'---|' * (len(COLUMNS) + 2)}")
+    print(f"| matrix | {' | '.join(COLUMNS)} | bits unlike the CPU's |\n|{'---|' * (len(COLUMNS) + 2)}")
     for n, k in ((INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (1024, HIDDEN)):
         weight = torch.randn(n, k, device=device).mul_(0.02).bfloat16()
         importance = torch.rand(k, device=device)
-        rates, same = [], []
+        rates, unlike = [], []
         for label, format in COLUMNS.items():
             how = {"importance": importance} if label.endswith("weighted") else {}
             best = float("inf")
@@ -73,8 +73,9 @@ def from_memory() -> None:
             there = {key: vector.cpu() for key, vector in how.items()}
             on_cpu: Any = format.quantize(weight[:128].cpu(), shared=None if shared is None else shared.cpu(), **there)
             pairs = [(a[: len(b)].cpu(), b) for a, b in zip(codes, on_cpu, strict=True) if b is not None]
-            same.append(all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in pairs))
-        print(f"| {n} x {k} | {' | '.join(rates)} | {all(same)} |", flush=True)
+            if not all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+                unlike.append(label)
+        print(f"| {n} x {k} | {' | '.join(rates)} | {'; '.join(unlike) or 'none'} |", flush=True)
 
 
 def write_folder(folder: Path, gigabytes: float, shard_gigabytes: float) -> int:

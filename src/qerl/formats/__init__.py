@@ -7,6 +7,7 @@
 | `e2m1_cuda.py` | quantise of both on a GPU, in one kernel |
 | `nf4.py` | NF4: 16 levels of a normal distribution, absmax for 64 values, quantised too or not; as bitsandbytes |
 | `int4.py` | INT4: 16 equal steps, bf16 scale and zero point for 32, 64 or 128 values |
+| `int4_cuda.py` | quantise of it on a GPU, in one kernel |
 | `codes.py` | NVFP4 and MXFP4 behind one interface, and how far codes are from the weights |
 | `awq.py` | factors for channels, by their activations |
 | `folding.py` | factors that are folded into weights, and the file that keeps them |

@@ -124,7 +124,7 @@ def _quantize_kernel(
             error = error * error
             if WEIGHTED:
                 error = error * importance
-            total = _sum_by_halves(error, BLOCKS, SIZE) * (unit * unit)
+            total = sum_by_halves(error, BLOCKS, SIZE) * (unit * unit)
             better = total < least
             best = tl.where(better, candidate, best)
             least = tl.where(better, total, least)
@@ -187,9 +187,15 @@ def _e2m1_codes(x):
 
 
 @triton.jit
-def _sum_by_halves(x, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
-    """nvfp4.sum_by_halves of [BLOCKS, SIZE]."""
-    if SIZE == 32:
+def sum_by_halves(x, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    """nvfp4.sum_by_halves of [BLOCKS, SIZE], SIZE 16 .. 128."""
+    if SIZE >= 128:
+        a, b = tl.split(tl.trans(tl.reshape(x, (BLOCKS, 2, 64)), 0, 2, 1))
+        x = a + b
+    if SIZE >= 64:
+        a, b = tl.split(tl.trans(tl.reshape(x, (BLOCKS, 2, 32)), 0, 2, 1))
+        x = a + b
+    if SIZE >= 32:
         a, b = tl.split(tl.trans(tl.reshape(x, (BLOCKS, 2, 16)), 0, 2, 1))
         x = a + b
     a, b = tl.split(tl.trans(tl.reshape(x, (BLOCKS, 2, 8)), 0, 2, 1))

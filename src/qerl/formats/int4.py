@@ -1,4 +1,6 @@
-"""INT4: sixteen equal steps, a scale and (unless symmetric) a zero point for each group. Pure PyTorch, any device.
+"""INT4: sixteen equal steps, a scale and (unless symmetric) a zero point for each group.
+
+Pure PyTorch, any device; where Triton is too, a GPU quantises by int4_cuda.py's kernel.
 
 A weight matrix [N, K] is cut along K into groups of 32, 64 or 128 values. A weight is
 
@@ -22,13 +24,14 @@ rounded. compressed-tensors' folders are coded_files.py's business.
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import BFloat16, Complex64, Float, Float32, UInt8
 from torch import Tensor
 
-from qerl.formats.nvfp4 import finite_amax, pack_nibbles, sum_by_halves
+from qerl.formats.nvfp4 import divide, finite_amax, pack_nibbles, sum_by_halves
 
 GROUPS = (32, 64, 128)
 """Values along K that may share a scale."""
@@ -36,8 +39,7 @@ GROUPS = (32, 64, 128)
 _MAX_CODE = 15
 _SYMMETRIC_ZERO = 8
 
-# Factors of the scale that the sweep tries beside 1.
-_SWEEP = tuple(i / 32 for i in range(18, 42) if i != 32)
+_SWEEP = range(18, 42)  # 32nds of the scale that the sweep tries
 
 # Weights worked on at a time: a few float32 temporaries of this size stay in a core's (a GPU's) second-level cache.
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -73,6 +75,11 @@ def quantize(
     if k % group:
         raise ValueError(f"{name} has {k} columns: INT4 needs a multiple of its group of {group}; keep it in bf16")
     finite_amax([weight], [name])
+    if weight.is_cuda and find_spec("triton") is not None:
+        from qerl.formats.int4_cuda import int4_pieces
+
+        tried = _SWEEP if scale == "sweep" else range(0)
+        return INT4Tensor(*int4_pieces(weight, importance, group, symmetric, tried.start, tried.stop))
     packed = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, k // group, dtype=torch.bfloat16, device=weight.device)
     zeros = None if symmetric else torch.empty(n, k // group, dtype=torch.uint8, device=weight.device)
@@ -122,9 +129,9 @@ def _range(
     low, high = groups.aminmax(dim=2)
     if symmetric:
         high = torch.maximum(high, -low)
-        return -high, high / (_MAX_CODE / 2)
+        return -high, divide(high, _MAX_CODE / 2)
     low, high = low.clamp(max=0), high.clamp(min=0)
-    return low, high / _MAX_CODE - low / _MAX_CODE  # high - low may be more than float32 holds
+    return low, divide(high, _MAX_CODE) - divide(low, _MAX_CODE)  # high - low may be more than float32 holds
 
 
 def _grid(low: Float32[Tensor, "n g"], step: Float32[Tensor, "n g"], symmetric: bool) -> _Grid:
@@ -136,6 +143,7 @@ def _grid(low: Float32[Tensor, "n g"], step: Float32[Tensor, "n g"], symmetric: 
 
 def _codes(groups: Float32[Tensor, "n g group"], grid: _Grid) -> Float32[Tensor, "n g group"]:
     """The nearest codes, still in float32."""
+    # A quotient and a sum, each rounded: the factor of 1 between them makes a fused multiply-add no other.
     codes = torch.addcdiv(grid.zero.unsqueeze(2), groups, grid.scale.float().unsqueeze(2))
     return codes.round_().clamp_(0, _MAX_CODE)
 
@@ -150,7 +158,7 @@ def _best(
 ) -> _Grid:
     """Of `start` and of scales around its own, the one with the least squared error; `start` where none is better."""
     best, least = start, _squared_error(groups, start, importance)
-    for factor in _SWEEP:
+    for factor in (i / 32 for i in _SWEEP if i != 32):  # 1 is `start`
         candidate = _grid(low * factor, step * factor, symmetric)
         error = _squared_error(groups, candidate, importance)
         better = error < least

@@ -126,7 +126,7 @@ def global_scale_of(amax: Float32[Tensor, ""]) -> Float32[Tensor, " 1"]:
     inverse, which files store, exact too.
     """
     # PAPER: QeRL, as NVIDIA's own recipes, takes the quotient.
-    quotient = (amax.reshape(1) / (E2M1_MAX * E4M3_MAX)).clamp(min=MIN_GLOBAL_SCALE)
+    quotient = divide(amax.reshape(1), E2M1_MAX * E4M3_MAX).clamp(min=MIN_GLOBAL_SCALE)
     exponent = (quotient.view(torch.int32) + 0x7FFFFF) & 0x7F800000  # rounded up to the next float32 without mantissa
     return torch.where(amax > 0, exponent.view(torch.float32), 1.0)
 
@@ -159,6 +159,11 @@ def finite_amax(weights: Iterable[Float[Tensor, ...]], names: Sequence[str]) -> 
         if not amax.isfinite():
             raise ValueError(f"{name} contains {'NaN' if amax.isnan() else 'an infinity'}: a damaged checkpoint?")
     return torch.stack(each).amax()
+
+
+def divide(x: Float32[Tensor, "*shape"], divisor: float) -> Float32[Tensor, "*shape"]:
+    """x / divisor, rounded to nearest on every device: on a GPU, torch's x / number is x times the number's inverse."""
+    return x / torch.full((), divisor, device=x.device)
 
 
 def pack_nibbles(codes: UInt8[Tensor, "n k"]) -> UInt8[Tensor, "n k_half"]:
