@@ -384,15 +384,15 @@ class NoiseConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_idle_settings(self) -> NoiseConfig:
-        """What is changed and has no effect is a mistake, unless all noise is off."""
+        """What is changed and has no effect is a mistake, unless all noise is off.
+
+        A controller does take the place of a recipe's schedule, so that one setting is enough to try it.
+        """
         idle: dict[str, str] = {}
         if self.controller == "schedule":
             idle |= dict.fromkeys(("target", "factor"), 'noise.controller = "schedule" follows no measured value')
-        else:
-            why = f'noise.controller = "{self.controller}" takes the place of the schedule'
-            idle |= dict.fromkeys(("schedule", "paper_exponent", "num_stages"), why)
-        if self.schedule != "exponential":
-            idle.setdefault("paper_exponent", f'noise.schedule is "{self.schedule}", and it is of the exponential one')
+            if self.schedule != "exponential":
+                idle["paper_exponent"] = f'noise.schedule is "{self.schedule}", and it is of the exponential one'
         if self.on_divergence == "off":
             idle["divergence_limit"] = 'noise.on_divergence = "off" watches for nothing'
         for name, why in idle.items():
