@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from triton import knobs
@@ -16,7 +17,8 @@ from qerl.kernels.slots import fused
 
 def test_a_kernel_of_ours_prefers_shared_memory_once_loaded(monkeypatch):
     asked: list[int | None] = []
-    monkeypatch.setattr(overlap, "prefer_shared_memory", lambda function: asked.append(function.value))
+    monkeypatch.setattr(overlap, "prefer_shared_memory", lambda function, device: asked.append(function.value))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert overlap._prefer_shared_memory in knobs.runtime.kernel_load_end_hook.calls
     for function, name in ((7, fused._locate_kernel.__name__), (8, "_of_another_library")):
         knobs.runtime.kernel_load_end_hook(None, function, name, {}, "")

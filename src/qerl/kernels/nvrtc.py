@@ -339,20 +339,21 @@ def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.
         _check(driver.cuFuncLoad(function))  # now, not at the first launch
         _check(driver.cuFuncGetAttribute(by_reference(static), _STATIC_SHARED, function))
         _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, most.value - static.value))
-        prefer_shared_memory(function)
+        prefer_shared_memory(function, index)
     finally:
         driver.cuThreadExchangeStreamCaptureMode(by_reference(mode))
         driver.cuCtxPopCurrent_v2(by_reference(ctypes.c_void_p()))
     return context, function
 
 
-def prefer_shared_memory(function: ctypes.c_void_p) -> None:
+def prefer_shared_memory(function: ctypes.c_void_p, device: int) -> None:
     """As much of a multiprocessor's first-level cache as can be is its shared memory while this function runs.
 
     A multiprocessor has to be empty to divide its memory anew. So a block of a product, with much of it, would wait for
     those of the small kernels around, where these want another division: what runs beside products wants this one.
     """
-    _check(_driver().cuFuncSetAttribute(function, _PREFERRED_CARVEOUT, 100))
+    if torch.cuda.get_device_capability(device) >= (9, 0):  # kernels of others do not overlap (overlap.py)
+        _check(_driver().cuFuncSetAttribute(function, _PREFERRED_CARVEOUT, 100))
 
 
 def _check(status: int) -> None:

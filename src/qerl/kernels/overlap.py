@@ -45,7 +45,7 @@ def overlapping(kernel: _Kernel) -> _Kernel:
 
 def _prefer_shared_memory(module: Any, function: Any, name: Any, metadata_group: Any, hash: Any) -> None:
     if name in _overlapping:
-        prefer_shared_memory(ctypes.c_void_p(function))
+        prefer_shared_memory(ctypes.c_void_p(function), torch.cuda.current_device())  # where Triton loads
 
 
 with suppress(AttributeError):  # no chain of hooks, but None or somebody's function: loaded as they are, then
