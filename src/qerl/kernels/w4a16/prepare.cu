@@ -74,6 +74,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         const int first_column = 8 * UNITS * t;
         const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + first_column,
                    *tokens = x + (size_t)(first_token + g) * k + first_column;
+        const int tokens_left = m - first_token - g;
         for (int step = rank * WARPS + warp; STEP * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
             uint4 upper[AHEAD][UNITS], lower[AHEAD][UNITS], v[AHEAD][BATCH / 8][UNITS];
 #pragma unroll
@@ -87,9 +88,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                     lower[i][h] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
 #pragma unroll
                     for (int q = 0; q < BATCH / 8; q++)
-                        v[i][q][h] = valid && first_token + 8 * q + g < m
-                                         ? load_fresh(tokens + (size_t)8 * q * k + column)
-                                         : zero;
+                        v[i][q][h] = valid && 8 * q < tokens_left ? load_fresh(tokens + (8 * q * k + column)) : zero;
                 }
 #pragma unroll
             for (int i = 0; i < AHEAD; i++)
