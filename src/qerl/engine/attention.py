@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
-from qerl.kernels.attention import HEAD_DIMS, decode_attention
+from qerl.kernels.attention import decode_attention
 from qerl.kernels.rope import Destination, Rotation, rotate_and_store_
 from qerl.kernels.slots import locate
 from qerl.nn.attention import Packing, attend_packed
@@ -117,11 +117,6 @@ class ChunkAttention:
             rows = slice(first, first := first + length)
             outputs.append(attend.of_rotated(q[rows], k[rows], v[rows]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether decode attention on a GPU reads the pages of each sequence's length alone, not all that a table names."""
-    return dtype == torch.bfloat16 and head_dim in HEAD_DIMS
 
 
 class DecodeAttention:

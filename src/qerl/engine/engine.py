@@ -28,7 +28,7 @@ from torch import nn
 
 from qerl.config import RolloutConfig
 from qerl.engine.api import Engine, Progress, SyncReport, check_requests, empty_completion
-from qerl.engine.attention import PromptAttention, has_kernel
+from qerl.engine.attention import PromptAttention
 from qerl.engine.budget import check_pages, num_pool_pages, total_bytes
 from qerl.engine.drafts import Draft, Group, pages_alone
 from qerl.engine.hf import TransformersEngine
@@ -39,7 +39,7 @@ from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
 from qerl.engine.vllm.engine import VLLMEngine
-from qerl.kernels.attention import HEAD_DIMS
+from qerl.kernels.attention import HEAD_DIMS, has_kernel
 from qerl.nn.structure import max_positions
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams

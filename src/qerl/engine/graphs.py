@@ -24,11 +24,10 @@ from contextlib import contextmanager
 import torch
 
 from qerl.engine.kv_cache import PAGE_SIZE
+from qerl.kernels.attention import SPLIT_TOKENS
 
 MIN_SLOTS = 8
 MIN_PAGES = 8
-SPLIT_TOKENS = 128
-"""What a program of decode attention reads (kernels/attention/paged.py, which a CPU may be unable to import)."""
 IDLE = 2048
 """Programs of which it does not matter how many have nothing to do: a GPU starts as many in a microsecond or two."""
 

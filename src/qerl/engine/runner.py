@@ -27,13 +27,14 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from qerl.engine.api import empty_completion
-from qerl.engine.attention import ChunkAttention, DecodeAttention, has_kernel
+from qerl.engine.attention import ChunkAttention, DecodeAttention
 from qerl.engine.drafts import Chunk, Draft
 from qerl.engine.graphs import StepRunner
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
 from qerl.engine.sampler import sample, signed_key
+from qerl.kernels.attention import has_kernel
 from qerl.kernels.slots import Progress, advance_
 from qerl.types import Completion, SamplingParams
 

@@ -27,6 +27,13 @@ from torch import Tensor
 from qerl.kernels.attention.reference import decode_attention_reference
 
 HEAD_DIMS = (16, 32, 64, 128)
+SPLIT_TOKENS = 128
+"""Tokens that a program of the kernel reads: its float32 result is 6 % of that (7 query heads a key head)."""
+
+
+def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a GPU reads the pages of each sequence's length alone, by the kernel, and not all that a table names."""
+    return dtype == torch.bfloat16 and head_dim in HEAD_DIMS
 
 
 def decode_attention(
@@ -40,7 +47,7 @@ def decode_attention(
 
     scales: of pages of codes.
     """
-    if q.is_cuda and q.dtype == torch.bfloat16 and q.shape[-1] in HEAD_DIMS:
+    if q.is_cuda and has_kernel(q.dtype, q.shape[-1]):
         from qerl.kernels.attention.paged import paged_attention  # Triton is there where CUDA is
 
         return paged_attention(q, pages, page_table, lengths, scales)

@@ -29,11 +29,10 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
+from qerl.kernels.attention import SPLIT_TOKENS as SPLIT
 from qerl.kernels.numerics import e4m3_values, product, rounded
 from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
-SPLIT = 128
-"""Tokens a program reads: its float32 result is 6 % of that (7 query heads a key head)."""
 AT_ONCE = 16
 """Splits' results added at a time."""
 MIN_ROWS = 16
