@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from qerl.engine.mapped import mapped_bytes
+from qerl.kernels.nvrtc import call_driver
 
 POLL_SECONDS = 0.02  # the allocator keeps what it once took until a part has ended
 HEARTBEAT_SECONDS = 20.0
@@ -77,7 +78,8 @@ class Meter:
         self._stop.set()
         self._thread.join()
         if self._taken is not None:
-            _driver_call(self.device, "cuMemFree_v2", self._taken)
+            with torch.cuda.device(self.device):
+                call_driver("cuMemFree_v2", self._taken)
             self._taken, self._taken_bytes = None, 0
 
     @contextmanager
@@ -132,7 +134,8 @@ class Meter:
         beyond = free - (cap_bytes - used)
         if beyond > 0:
             address = ctypes.c_uint64()
-            _driver_call(self.device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(beyond))
+            with torch.cuda.device(self.device):
+                call_driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(beyond))
             self._taken, self._taken_bytes = address, beyond
 
     def say(self, text: str) -> None:
@@ -246,13 +249,6 @@ class _Memory(ctypes.Structure):
         ("free", ctypes.c_ulonglong),
         ("used", ctypes.c_ulonglong),
     )
-
-
-def _driver_call(device: torch.device, name: str, *arguments: Any) -> None:
-    """One of CUDA's driver, in torch's context. RuntimeError, with the driver's number, where it fails."""
-    with torch.cuda.device(device):
-        if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-            raise RuntimeError(f"CUDA driver: {name} failed with error {error}")
 
 
 def _driver_query(device: torch.device) -> Callable[[], int] | None:

@@ -356,6 +356,11 @@ def prefer_shared_memory(function: ctypes.c_void_p, device: int) -> None:
         _check(_driver().cuFuncSetAttribute(function, _PREFERRED_CARVEOUT, 100))
 
 
+def call_driver(name: str, *arguments: Any) -> None:
+    """A function of CUDA's driver, in the current context. RuntimeError with the driver's words, where it fails."""
+    _check(getattr(_driver(), name)(*arguments))
+
+
 def _check(status: int) -> None:
     if status:
         text = ctypes.c_char_p()
