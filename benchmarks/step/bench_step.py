@@ -3,9 +3,10 @@
     python benchmarks/step/bench_step.py [fit] [speed] [mfu] [endurance] [--models 7B 32B] [--time-limit 540]
 
     fit        models that have to fit a card: every part's peak beside its plan (`below_cap`, `parts`)
-    speed      seconds of a step over NVFP4, bf16 and NF4 bases, 8 completions x 2,048 tokens and 32 x 1,024, all with
-               the same settings: nothing is recomputed, since a large card has the memory (--set changes that); over
-               NF4, the slow one, completions end after 256 tokens (`new_tokens` of the record)
+    speed      seconds of a step over NVFP4, bf16 and NF4 bases, 8 completions x 2,048 tokens and 32 x 1,024. Nothing is
+               recomputed, since a large card has the memory (--set changes that), and the micro-batches are as few as
+               141 GB allow beside the base. Over NF4, the slow one, completions end after 256 tokens (`new_tokens`
+               of the record)
     mfu        the update of 2 x 16k tokens: its share of the card's measured bf16 rate
     endurance  300 steps of varying lengths: whether memory stays flat
 
@@ -61,12 +62,17 @@ CASES: dict[str, tuple[Case, ...]] = {
             completions=completions,
             new_tokens=new,
             stop_after=256 if format == "nf4" else None,
-            overrides=("optimizer.gradient_checkpointing=false", *_tokens(sequences[new] * (256 + new))),
+            overrides=("optimizer.gradient_checkpointing=false", *_tokens(sequences * (256 + new))),
         )
-        # Sequences of a micro-batch: as many as 141 GB hold beside a bf16 base.
-        for model, sequences in (("7B", {2048: 4, 1024: 8}), ("14B", {2048: 4, 1024: 8}), ("32B", {2048: 1, 1024: 3}))
-        for completions, new in ((8, 2048), (32, 1024))
-        for format in FORMATS
+        for model, completions, new, beside_4_bits, beside_bf16 in (
+            ("7B", 8, 2048, 4, 4),
+            ("7B", 32, 1024, 8, 8),
+            ("14B", 8, 2048, 4, 4),
+            ("14B", 32, 1024, 8, 8),
+            ("32B", 8, 2048, 3, 1),
+            ("32B", 32, 1024, 5, 3),
+        )
+        for format, sequences in zip(FORMATS, (beside_4_bits, beside_bf16, beside_4_bits), strict=True)
     ),
     # 7 sequences of 2,304 are 16,128 tokens.
     "mfu": tuple(Case(model, completions=14, group=7) for model in ("7B", "32B")),

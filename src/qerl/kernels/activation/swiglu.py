@@ -13,8 +13,9 @@ from torch import Tensor
 from qerl.kernels.numerics import rounded
 from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
-WIDTH: Any = 512
-"""Four columns a thread: with more, what a few tokens wait for is the code of one."""
+WIDTH: Any = 1024
+"""Of a program. Four columns a thread: with more, what a few tokens wait for is the code of one."""
+WARPS = 8
 
 
 def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:
@@ -24,7 +25,9 @@ def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[T
     out = torch.empty(tokens, n, dtype=gate.dtype, device=gate.device)
     with torch.cuda.device_of(gate):
         grid = (tokens, triton.cdiv(n, WIDTH))
-        _swiglu_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), n, WIDTH, **overlaps(gate.device))
+        _swiglu_kernel[grid](
+            gate, up, out, gate.stride(0), up.stride(0), n, WIDTH, num_warps=WARPS, **overlaps(gate.device)
+        )
     return out
 
 
