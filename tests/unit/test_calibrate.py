@@ -179,6 +179,7 @@ def test_an_adapter_is_exported_for_the_model_before(bf16, folded, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- factors
 
 
+@pytest.mark.usefixtures("compressed_tensors_alone")
 @pytest.mark.parametrize(("family", "format"), [("qwen2", "nvfp4"), ("qwen3", "mxfp4"), ("qwen2", "int4")])
 def test_awq_brings_the_model_nearer(bf16, text, tmp_path, family, format):
     """On text that it was not calibrated on, and with no tensor at run time that was not there before."""

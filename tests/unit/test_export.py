@@ -318,6 +318,7 @@ def test_an_int4_run_is_requantized_with_its_own_settings(bf16, tmp_path):
     assert (ours - trained).norm() < 0.5 * trained.norm()
 
 
+@pytest.mark.usefixtures("compressed_tensors_alone")
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_the_requantized_folder_loads_here_and_in_transformers(run, tmp_path, format):
     folder = export(run, tmp_path / "out", "requantized", format=format, device="cpu").folder

@@ -179,6 +179,7 @@ def test_an_all_zero_layer_comes_back_as_zeros(tmp_path):
 # Other programs
 
 
+@pytest.mark.usefixtures("compressed_tensors_alone")
 def test_transformers_loads_the_folder(packed):
     """Its decompressed weights are ours, bit for bit, in every layer; and so are its logits of the whole model."""
     model = AutoModelForCausalLM.from_pretrained(packed)
@@ -215,6 +216,7 @@ def test_the_config_is_compressed_tensors_preset(packed):
 # Which layers
 
 
+@pytest.mark.usefixtures("compressed_tensors_alone")
 def test_kept_layers_stay_and_are_ignored_by_readers(qwen, tmp_path):
     keep = ["model.layers.0.self_attn.[qkv]_proj", "*.1.mlp.down_proj"]
     report = quantize_checkpoint(qwen, tmp_path / "out", keep=keep)

@@ -19,6 +19,8 @@ from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import MXFP4, format_named
 from qerl.formats.writing import quantize_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compressed_tensors_alone")
+
 PRESETS = {"nvfp4": NVFP4A16, "mxfp4": MXFP4A16}
 FORMATS = {"nvfp4": nvfp4, "mxfp4": mxfp4}
 

@@ -15,7 +15,6 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedModel
 from transformers.quantizers import AutoQuantizationConfig
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import qerl
 from qerl.config import LoraConfig, ModelConfig
@@ -32,16 +31,6 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = {"nvfp4": qerl.NVFP4Config, "mxfp4": qerl.MXFP4Config}
 TOKENS = torch.arange(5, 29).view(2, 12)
 KEEP = "*.layers.0.mlp.down_proj"
-
-
-# Tests of other modules load packed folders with compressed-tensors, as if this package were not there.
-REGISTERED = AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"]
-AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = CompressedTensorsConfig
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", REGISTERED)
 
 
 def loaded(folder: Path = EMBEDDED, config=None, **options) -> PreTrainedModel:
