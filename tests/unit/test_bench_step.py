@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import random
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -11,16 +13,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from qerl.bench import endurance
 from qerl.bench.endurance import run_endurance
 from qerl.bench.meter import Meter, timed_functions
 from qerl.bench.models import SIZES, RandomWeights, write_folder
-from qerl.bench.step import Case, dry_run, run_step
+from qerl.bench.step import Case, dry_run, run_config, run_step
 from qerl.cli import app
 from qerl.config import ModelConfig
 from qerl.nn import head as head_module
 from qerl.nn.linear import PackedLinear
 from qerl.nn.load import load_model
 from qerl.nn.structure import decoder_layers, head
+from qerl.rl.batch import TrainBatch, TrainSequence
 
 CPU = torch.device("cpu")
 TINY = dict(model="tiny", completions=4, group=2, prompt_tokens=12, new_tokens=20)
@@ -159,3 +163,27 @@ def test_an_endurance_run_has_a_line_for_each_window():
     assert [window["step"] for window in record["windows"]] == [1, 3] and record["steps"] == 3
     assert all(window["seconds"] > 0 for window in record["windows"])
     assert not run_endurance("tiny", windows=(1, 3), max_seconds=0, device="cpu")["flat"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_largest_sizes_of_an_endurance_run_come_before_its_last_window(tmp_path, seed):
+    """Of a pass, of the logits that exist at a time, of a sequence; lengths drawn as the run's weights draw them."""
+    case = Case("tiny", prompt_tokens=endurance.MAX_PROMPT, new_tokens=endurance.MAX_NEW, overrides=endurance.LIMITS)
+    config, draws = run_config(case, tmp_path), random.Random(seed)
+    log_goes_on, prompts, sizes = math.log(1 - 1 / endurance.MEAN_LENGTH), [], []
+    for _ in range(endurance.WINDOWS[-1]):
+        sequences: list[TrainSequence] = []
+        for number in range(config.rollout.prompts_per_step):
+            prompts = prompts or draws.sample(endurance.PROMPT_TOKENS, len(endurance.PROMPT_TOKENS))
+            prompt = [0] * prompts.pop()
+            for sample in range(case.group):
+                length = min(case.new_tokens, 1 + int(math.log(1 - draws.random()) / log_goes_on))
+                slot = sum(len(s.completion_ids) for s in sequences)
+                sequences.append(TrainSequence(prompt, [0] * length, 0.0, True, number, sample, slot))
+        batch = TrainBatch(sequences, torch.zeros(sum(len(s.completion_ids) for s in sequences)))
+        passes = batch.micro_batches(range(len(sequences)), config.optimizer.micro_batch_tokens)
+        logits = min(config.optimizer.logprob_chunk, max(len(micro.targets) for micro in passes))
+        tokens = max(len(micro.input_ids) for micro in passes)
+        sizes.append((tokens, logits, max(sequence.num_tokens for sequence in sequences)))
+    before, last = (list(map(max, *part)) for part in (sizes[: endurance.WINDOWS[-2]], sizes[endurance.WINDOWS[-2] :]))
+    assert all(late <= 1.01 * early for early, late in zip(before, last, strict=True)), (before, last)
