@@ -152,39 +152,18 @@ def test_adapter_input(emulate, tokens, m):
     emulate(1)
     weight, x = random_weight((40, 16, 300), 528), whole(m, 528, seed=m).bfloat16()
     adapter = random_adapter(weight, 20)
-    counters = torch.zeros(2000, dtype=torch.int32)
-    u = prepare.adapter_input(x, adapter, tokens, counters)
+    x_ready = torch.zeros(2, dtype=torch.int32)
+    u = prepare.adapter_input(x, adapter, tokens, x_ready)
     u = u.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)  # tokens, all ranks
     exact = x.double() @ adapter.a[:, :, :528].flatten(0, 1).double().T
     scaling = adapter.scaling.repeat_interleave(adapter.a.shape[1]).double()
     assert torch.equal(u[:m], (exact * scaling).bfloat16())
-    assert counters[-2:].tolist() == [1, 0] and not counters[:-2].any()
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("tokens, m, k", [(8, 3, 2112), (16, 20, 1104)])
-def test_a_long_k_is_dealt_to_several_clusters(emulate, monkeypatch, tokens, m, k, backwards):
-    """Whichever of them comes last adds the sums, in the order of k, and takes the count of arrivals back."""
-    shape = prepare.shape_of(tokens, 1)._replace(ahead=1, turns=1)
-    monkeypatch.setitem(prepare._WITH_ADAPTER, tokens, shape)
-    counters = emulate(2, backwards)
-    weight, x = random_weight((40, 300), k), whole(m, k).bfloat16()
-    adapter = random_adapter(weight, 32)
-    padded_k = adapter.a.shape[2]
-    assert prepare.AdapterWork.of(m, tokens, 4, padded_k).splits == (4 if padded_k > 2048 else 2)
-    u = prepare.adapter_input(x, adapter, tokens, counters)
-    u = u.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)
-    exact = x.double() @ adapter.a[:, :, :k].flatten(0, 1).double().T
-    assert torch.equal(u[:m], (exact * adapter.scaling.repeat_interleave(32).double()).bfloat16())
-    assert counters[-2:].tolist() == [1, 0]
-    counters.zero_()
-    check(w4a16_hopper(x, weight, None, adapter, VARIANTS[0]), x, weight, None, adapter)
-    assert not counters.any()
+    assert x_ready.tolist() == [1, 0]
 
 
 def test_many_tokens_with_small_blocks_beside_the_product(emulate, monkeypatch):
     """What prepare.py's blocks are like is a choice by the clock alone."""
-    small = prepare.Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=True, turns=0, beside=True)
+    small = prepare.Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=True, beside=True)
     monkeypatch.setitem(prepare._WITH_ADAPTER, 128, small)
     emulate(2)
     weight, x = random_weight((40, 300), 528), whole(130, 528).bfloat16()
@@ -199,12 +178,9 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    kernel = prepare.prepare_kernel(tokens, 0, 1, x.device)
+    kernel = prepare.prepare_kernel(tokens, 0, x.device)
     kernel.launch(
-        (8, 1, 1),
-        prepare.TILES_ALONE.threads,
-        0,
-        (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0, 0, 0),
+        (8, 1, 1), prepare.TILES_ALONE.threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0)
     )
     expected = torch.zeros(2, chunks, tokens, 64, dtype=torch.int16)
     for w, h, t, j in itertools.product(range(4), range(2), range(4), range(2)):
@@ -239,9 +215,7 @@ def test_every_step_is_done_once(variant):
             multiprocessors=multiprocessors,
             parts=1,
         )
-        launch = hopper._Launch.of(
-            plan, variant.tokens, prepare.AdapterWork.of(variant.tokens, variant.tokens, slices, 64)
-        )
+        launch = hopper._Launch.of(plan, variant.tokens)
         assert launch.blocks <= max(multiprocessors * variant.blocks, tiles * variant.cluster * (variant.cluster > 1))
         sizes = (launch.blocks, steps, tiles, launch.shared_tiles, launch.sharers)
         count = library.segments(*sizes, ctypes.c_void_p(found.data_ptr()))

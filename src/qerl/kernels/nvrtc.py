@@ -397,9 +397,8 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-MAX_ARRIVALS = 1024
-# More than any of our products starts blocks, or warps that share a tile; for the kernel before it; and two to tell by.
-_NUM_COUNTERS = 4096 + MAX_ARRIVALS + 2
+# More than any of our kernels starts blocks, or warps that share a tile; and two to tell by.
+_NUM_COUNTERS = 4096 + 2
 _counters: dict[tuple[torch.device, int, bool], tuple[int, Tensor]] = {}
 
 

@@ -146,10 +146,8 @@ def w4a16_hopper(
     plan, launch = weight.plans.get(("hopper", m, slices, variant)) or _make_plan(weight, m, slices, variant)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
     x = aligned(x)
-    counters = x_ready = arrived = 0
-    if slices or launch.sharers:
-        counters = stream_counters(x.device)
-        x_ready, arrived = prepare.x_ready_of(counters), prepare.arrived_of(counters)
+    counters = stream_counters(x.device) if launch.sharers else 0
+    x_ready = prepare.x_ready_of(stream_counters(x.device)) if slices else 0
     workspace = torch.empty(launch.bytes, dtype=torch.uint8, device=x.device)  # ours until both kernels are launched
     tiles = workspace.data_ptr()
     u, partial = tiles + launch.u, tiles + launch.partial
@@ -160,7 +158,7 @@ def w4a16_hopper(
             (launch.prepare_blocks, 1, 1), prepare.shape_of(plan.variant.tokens, slices).threads, 0,
             (
                 x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
-                launch.pieces, tiles + launch.u_partial, arrived, x_ready,
+                launch.pieces, x_ready,
             ),
             overlap=True,
         )  # fmt: skip
@@ -190,12 +188,11 @@ class _Launch(NamedTuple):
     sharers: int
     blocks: int
     u: int
-    u_partial: int
     partial: int
     bytes: int
 
     @classmethod
-    def of(cls, plan: _Plan, m: int, u: prepare.AdapterWork) -> _Launch:
+    def of(cls, plan: _Plan, m: int) -> _Launch:
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
@@ -213,18 +210,16 @@ class _Launch(NamedTuple):
             # Who comes last reads the sums of all that share a tile, one after the other.
             sharers = min(most, shared_tiles * min(_MOST_SHARERS, plan.steps + plan.slices // _STEP_CHUNKS))
             blocks = min(tiles, most) if tiles >= most or not sharers else sharers
-        u_partial = _round_up(x_bytes + token_tiles * plan.parts * plan.slices * v.tokens * 2 * SLICE, 256)
-        partial = _round_up(u_partial + u.partial_bytes, 256)
+        partial = _round_up(x_bytes + token_tiles * plan.parts * plan.slices * v.tokens * 2 * SLICE, 256)
         return cls(
             token_tiles,
             x_bytes // 16,
             tile_blocks,
-            tile_blocks + u.blocks,
+            tile_blocks + prepare.adapter_blocks(m, v.tokens, plan.parts * plan.slices),
             shared_tiles,
             sharers,
             blocks,
             x_bytes,
-            u_partial,
             partial,
             partial + sharers * 2 * v.panels * TILE_ROWS * v.tokens * 4,
         )
@@ -254,12 +249,11 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
     supertiles, chunks, _ = weight.tiles.shape
     v = asked or choose(m, supertiles, chunks, multiprocessors(device))
     defines = v.defines(slices, weight.scale_format)
-    u = prepare.AdapterWork.of(m, v.tokens, len(weight.parts) * slices, chunks * TILE_COLUMNS)
     plan = _Plan(
         v,
         slices,
         kernel(SOURCE, "w4a16_hopper", defines, device, cluster=v.cluster),
-        prepare.prepare_kernel(v.tokens, slices, u.splits, device),
+        prepare.prepare_kernel(v.tokens, slices, device),
         weight.tiles.data_ptr(),
         weight.global_scale.data_ptr(),
         weight.tile_table,
@@ -271,7 +265,7 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
         multiprocessors(device),
         -(-chunks // _STEP_CHUNKS),
     )
-    both = weight.plans["hopper", m, slices, asked] = plan, _Launch.of(plan, m, u)
+    both = weight.plans["hopper", m, slices, asked] = plan, _Launch.of(plan, m)
     return both
 
 

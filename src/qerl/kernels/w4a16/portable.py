@@ -151,9 +151,8 @@ def w4a16_portable(
     try:
         if adapter is not None:
             if _has_clusters(x.device):
-                of_stream = stream_counters(x.device)
-                x_ready = prepare.x_ready_of(of_stream)
-                u = prepare.adapter_input(x, adapter, plan.variant.tokens, of_stream)
+                x_ready = prepare.x_ready_of(stream_counters(x.device))
+                u = prepare.adapter_input(x, adapter, plan.variant.tokens, x_ready)
             else:
                 u = _adapter_input(x, adapter, plan.variant)
             b = adapter.b

@@ -6,14 +6,13 @@
 //
 // Position 16 w + 8 h + 2 t + j of a chunk holds column 16 t + 4 w + 2 h + j (t, w < 4; h, j < 2; layout.py).
 //
-// u: a job is 16 ranks (one slice) of BATCH tokens. A cluster of blocks takes one, or SPLITS clusters do where K is long.
-// They ask for A before x is there. K is dealt to their warps by steps; the sums of a block's warps are added in shared
-// memory, those of the blocks across the cluster, those of several clusters by the last to come, always in order.
+// u: a cluster of blocks takes 16 ranks (one slice) of BATCH tokens. It asks for A before x is there. K is dealt to its
+// warps by steps; the sums of a block's warps are added in shared memory, those of the blocks across the cluster, in order.
 //
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
 // Defines: TOKENS, SLICES (0: no adapter), TURNS (16-byte pieces of tiles that a thread writes at a time), CLUSTER (blocks),
-// SPLITS (a power of 2), and what prepare.py has for each number of tokens: THREADS, REGISTERS, BATCH, UNITS, AHEAD, AT_ONCE.
+// and what prepare.py has for each number of tokens: THREADS, REGISTERS, BATCH, UNITS, AHEAD, AT_ONCE.
 #include "hopper.cuh"
 
 constexpr int WARPS = THREADS / 32;
@@ -24,19 +23,16 @@ constexpr int STEP = 32 * UNITS;            // columns of K: so many 16-byte uni
 extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
                   const float* __restrict__ scaling, bf16* __restrict__ u, int m, int k, int chunks, int padded_k,
-                  int parts, int tile_blocks, int pieces,
-                  float4* partial,    // [jobs, CLUSTER, SPLITS, 2 BATCH]: sums, where SPLITS > 1
-                  uint32_t* arrived,  // [jobs, CLUSTER], zero before and after: clusters that left theirs
-                  uint32_t* x_ready) {
+                  int parts, int tile_blocks, int pieces, uint32_t* x_ready) {
     // The product starts at once. Without an adapter it waits for this kernel's end; with one, only before it needs u:
     // until then for blocks to say in x_ready that the tiles are there, or, where it has x from elsewhere, that x is.
     // u of many tokens is work that should not compete with the product's: then it starts when there is a beginning.
     if (AT_ONCE) start_next_kernel();
     if constexpr (SLICES > 0)
         if (blockIdx.x >= tile_blocks && threadIdx.x < ROWS_A_BLOCK) {  // A, which no kernel just before this one writes
-            const int cluster = (blockIdx.x - tile_blocks) / CLUSTER, columns = padded_k / SPLITS;
-            const int row = cluster / SPLITS % (parts * SLICES) * 16 + blockIdx.x % CLUSTER * ROWS_A_BLOCK + threadIdx.x;
-            bring_near(a + (size_t)row * padded_k + cluster % SPLITS * columns, columns * sizeof(bf16));
+            const int slice = (blockIdx.x - tile_blocks) / CLUSTER % (parts * SLICES);
+            const int row = 16 * slice + blockIdx.x % CLUSTER * ROWS_A_BLOCK + threadIdx.x;
+            bring_near(a + (size_t)row * padded_k, padded_k * sizeof(bf16));
         }
     wait_for_previous_kernel();
     if (!AT_ONCE && blockIdx.x >= tile_blocks) start_next_kernel();
@@ -71,23 +67,21 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if constexpr (SLICES > 0) {
         __shared__ float sums[WARPS][16 * BATCH];
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        const int rank = blockIdx.x % CLUSTER, cluster = (blockIdx.x - tile_blocks) / CLUSTER;
-        const int job = cluster / SPLITS, split = cluster % SPLITS;
+        const int rank = blockIdx.x % CLUSTER, job = (blockIdx.x - tile_blocks) / CLUSTER;
         const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
-        constexpr int WORKERS = SPLITS * CLUSTER * WARPS;
         float acc[BATCH / 8][4] = {};
         // K is summed over: its order within a step is free, and lane t takes neighbouring columns.
         const int first_column = 8 * UNITS * t;
         const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + first_column,
                    *tokens = x + (size_t)(first_token + g) * k + first_column;
         const int tokens_left = m - first_token - g;
-        for (int step = (split * CLUSTER + rank) * WARPS + warp; STEP * step < padded_k; step += AHEAD * WORKERS) {
+        for (int step = rank * WARPS + warp; STEP * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
             uint4 upper[AHEAD][UNITS], lower[AHEAD][UNITS], v[AHEAD][BATCH / 8][UNITS];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++)
 #pragma unroll
                 for (int h = 0; h < UNITS; h++) {
-                    const int column = STEP * (step + i * WORKERS) + 8 * h;
+                    const int column = STEP * (step + i * CLUSTER * WARPS) + 8 * h;
                     const bool valid = first_column + column < k;
                     const uint4 zero = make_uint4(0, 0, 0, 0);
                     upper[i][h] = valid ? load(rows + column) : zero;
@@ -121,43 +115,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
             sums[0][i] = sum;
         }
         cluster_sync();
-        constexpr int SHARE = 16 * BATCH / CLUSTER;  // of a job's results, a block
-        float4* const of_splits = partial + (size_t)(job * CLUSTER + rank) * SPLITS * (SHARE / 4);
-        auto write = [&](int i, float sum) {
-            const int at = rank * SHARE + i, token = first_token + at / 16;
-            const size_t tile = (size_t)(token / TOKENS) * parts * SLICES + slice;
-            u[(tile * TOKENS + token % TOKENS) * 16 + at % 16] = round_bf16(sum * scaling[slice / SLICES]);
-        };
+        constexpr int SHARE = 16 * BATCH / CLUSTER;  // of the cluster's results, a block
         for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+            const int at = rank * SHARE + i, token = first_token + at / 16;
             float sum = 0.f;
 #pragma unroll
             for (int block = 0; block < CLUSTER; block++)
-                sum += load_float_from_block(shared_address(&sums[0][rank * SHARE + i]), block);
-            if (SPLITS == 1) write(i, sum);
-            else reinterpret_cast<float*>(of_splits + split * (SHARE / 4))[i] = sum;
+                sum += load_float_from_block(shared_address(&sums[0][at]), block);
+            const size_t tile = (size_t)(token / TOKENS) * parts * SLICES + slice;
+            u[(tile * TOKENS + token % TOKENS) * 16 + at % 16] = round_bf16(sum * scaling[slice / SLICES]);
         }
         cluster_sync();  // nobody leaves while its sums are read
-        if constexpr (SPLITS > 1) {
-            __shared__ bool is_last;
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                uint32_t* const count = arrived + job * CLUSTER + rank;
-                is_last = atomicAdd(count, 1) == SPLITS - 1;
-                if (is_last) *count = 0;
-                __threadfence();
-            }
-            __syncthreads();
-            if (is_last && threadIdx.x < SHARE / 4) {
-                float sum[4] = {};
-#pragma unroll
-                for (int other = 0; other < SPLITS; other++) {
-                    const float4 v = load_of_other_block(of_splits + other * (SHARE / 4) + threadIdx.x);
-                    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-                }
-#pragma unroll
-                for (int e = 0; e < 4; e++) write(4 * threadIdx.x + e, sum[e]);
-            }
-        }
     }
 }

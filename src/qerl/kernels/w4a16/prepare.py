@@ -18,7 +18,7 @@ from jaxtyping import BFloat16, Int32
 from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
-from qerl.kernels.nvrtc import MAX_ARRIVALS, Kernel, kernel
+from qerl.kernels.nvrtc import Kernel, kernel
 
 SOURCE = Path(__file__).with_name("prepare.cu")
 TURNS = 4
@@ -41,17 +41,15 @@ class Shape(NamedTuple):
     """Steps that are loaded at a time."""
     at_once: bool
     """The product may start when this kernel does, and not only when x's tiles are there."""
-    turns: int
-    """Loads that a warp makes one after the other, at most: for more, K is dealt to more clusters. 0: to one alone."""
     beside: bool
     """The product's blocks leave registers for a block of these on each multiprocessor: both run side by side."""
 
 
-TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, turns=0, beside=True)
+TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, beside=True)
 """Without an adapter."""
-_FEW = Shape(threads=128, registers=56, batch=8, units=1, ahead=4, at_once=True, turns=2, beside=True)
-_SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, turns=0, beside=False)
-_MANY = Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, turns=0, beside=False)
+_FEW = Shape(threads=128, registers=56, batch=8, units=1, ahead=4, at_once=True, beside=True)
+_SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, beside=False)
+_MANY = Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
 _WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME, 128: _MANY}
 
 
@@ -61,28 +59,22 @@ def shape_of(tokens: int, slices: int) -> Shape:
 
 
 def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, counters: Int32[Tensor, " counters"]
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"]
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
     """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
 
-    Counts 1 in x_ready_of(counters), the stream's, when the kernels before it are over, for one behind it that needs u
-    only late.
+    Counts 1 in x_ready when the stream's kernels before it are over, for a kernel behind it that needs u only late.
     """
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
-    work = AdapterWork.of(m, tokens, parts * rank // SLICE, padded_k)
-    partial = torch.empty(work.partial_bytes, dtype=torch.uint8, device=x.device) if work.partial_bytes else 0
-    prepare_kernel(tokens, rank // SLICE, work.splits, x.device).launch(
-        (work.blocks, 1, 1),
+    prepare_kernel(tokens, rank // SLICE, x.device).launch(
+        (adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
         shape_of(tokens, rank // SLICE).threads,
         0,
-        (
-            x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, partial,
-            arrived_of(counters), x_ready_of(counters),
-        ),
+        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_ready),
         overlap=True,
-    )  # fmt: skip
+    )
     return u
 
 
@@ -91,25 +83,19 @@ def x_ready_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
     return counters[-2:]
 
 
-def arrived_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " arrived"]:
-    """Of a stream's zeros, those by which clusters that share a job of u tell the last of them."""
-    return counters[-2 - MAX_ARRIVALS : -2]
+def prepare_kernel(tokens: int, slices: int, device: torch.device) -> Kernel:
+    """For tiles of so many tokens, and an adapter of so many slices of 16 ranks (0: none)."""
+    return kernel(SOURCE, "w4a16_prepare", defines(tokens, slices), device, cluster=CLUSTER)
 
 
-def prepare_kernel(tokens: int, slices: int, splits: int, device: torch.device) -> Kernel:
-    """For tiles of so many tokens, an adapter of so many slices of 16 ranks (0: none), so many clusters to a job."""
-    return kernel(SOURCE, "w4a16_prepare", defines(tokens, slices, splits), device, cluster=CLUSTER)
-
-
-def defines(tokens: int, slices: int, splits: int = 1) -> dict[str, int]:
+def defines(tokens: int, slices: int) -> dict[str, int]:
     """Of prepare.cu."""
-    threads, registers, batch, units, ahead, at_once, *_ = shape_of(tokens, slices)
+    threads, registers, batch, units, ahead, at_once, _ = shape_of(tokens, slices)
     return {
         "TOKENS": tokens,
         "SLICES": slices,
         "TURNS": TURNS,
         "CLUSTER": CLUSTER,
-        "SPLITS": splits,
         "THREADS": threads,
         "REGISTERS": registers,
         "BATCH": batch,
@@ -119,23 +105,6 @@ def defines(tokens: int, slices: int, splits: int = 1) -> dict[str, int]:
     }
 
 
-class AdapterWork(NamedTuple):
-    """How u is dealt out: a job for each 16 ranks of a batch of tokens."""
-
-    splits: int
-    """Clusters to a job, a power of 2."""
-    blocks: int
-    partial_bytes: int
-    """For the sums of clusters that share a job."""
-
-    @classmethod
-    def of(cls, m: int, tokens: int, slices: int, padded_k: int) -> AdapterWork:
-        """Of m tokens in tiles of so many; slices: of all parts."""
-        shape = shape_of(tokens, slices)
-        jobs = slices * -(-m // shape.batch)
-        columns = CLUSTER * shape.threads * shape.units * shape.ahead * shape.turns  # that a cluster's turns are for
-        splits = 1
-        if shape.turns and jobs * CLUSTER <= MAX_ARRIVALS:
-            while columns * splits < padded_k:
-                splits *= 2
-        return cls(splits, jobs * splits * CLUSTER, jobs * splits * SLICE * shape.batch * 4 if splits > 1 else 0)
+def adapter_blocks(m: int, tokens: int, slices: int) -> int:
+    """That compute u of m tokens in tiles of so many; slices: of all parts."""
+    return slices * -(-m // shape_of(tokens, slices).batch) * CLUSTER
