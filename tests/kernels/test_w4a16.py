@@ -8,7 +8,7 @@ from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
-from qerl.kernels.w4a16 import w4a16, w4a16_input_grad
+from qerl.kernels.w4a16 import w4a16, w4a16_add_, w4a16_input_grad
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((128,), 64), ((96,), 80), ((128, 64, 64), 128), ((256, 128, 128), 192), ((16, 300), 48)]
@@ -58,6 +58,20 @@ def test_product(rows, k, shared, with_bias, dtype, device):
     b = 0 if bias is None else bias.double()
     assert y.shape == (2, 5, sum(rows)) and y.dtype == dtype
     assert_rounded_once(y, x.double() @ dense.T + b, x.double().abs() @ dense.abs().T + abs(b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("rows, k", SHAPES)
+def test_addition(rows, k, shared, with_bias, dtype, device):
+    weight, dense = make(rows, k, device, shared)
+    x, y = draw(2, 5, k, seed=1).to(device, dtype), draw(2, 5, sum(rows), seed=2).to(device, dtype)
+    bias = draw(sum(rows), seed=3).to(device, dtype) if with_bias else None
+    b = y.double() if bias is None else y.double() + bias.double()
+    expected, magnitude = b + x.double() @ dense.T, y.double().abs() + 4 + x.double().abs() @ dense.abs().T
+    w4a16_add_(y, x, weight, bias)
+    assert_rounded_once(y, expected, magnitude)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,6 +203,8 @@ def test_shapes_that_do_not_fit_are_refused():
         w4a16(torch.zeros(3, 80), weight)
     with pytest.raises(ValueError, match=r"wants \[.., 128\]"):
         w4a16_input_grad(torch.zeros(3, 64), weight)
+    with pytest.raises(ValueError, match=r"shape \[3, 64\] against a weight of shape \[128, 64\]: wants \[.., 128\]"):
+        w4a16_add_(torch.zeros(3, 64), torch.zeros(3, 64), weight)
 
 
 def test_another_device_is_refused():

@@ -29,7 +29,7 @@ from qerl.formats.codes import Codes
 from qerl.formats.int4 import INT4Tensor
 from qerl.formats.nf4 import NF4Tensor
 from qerl.kernels.coded import CodedWeight, coded_input_grad, coded_product
-from qerl.kernels.w4a16 import PackedWeight, pack, w4a16, w4a16_input_grad
+from qerl.kernels.w4a16 import PackedWeight, pack, w4a16, w4a16_add_, w4a16_input_grad
 
 
 def frozen_weights(codes: Sequence[Codes]) -> Sequence[PackedWeight | CodedWeight]:
@@ -69,6 +69,11 @@ class PackedLinear(nn.Linear):
         if isinstance(self.packed, PackedWeight):
             return w4a16(x, self.packed, self.bias)
         return coded_product(x, [self.packed], self.bias)
+
+    def add_product_(self, y: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch k"]) -> None:
+        """y += x W^T + b, added in fp32 and rounded once; y contiguous. Not of a CodedWeight."""
+        assert isinstance(self.packed, PackedWeight)
+        w4a16_add_(y, x, self.packed, self.bias)
 
     def input_grad(self, dy: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch k"]:
         """dy W; the result is the caller's to change."""

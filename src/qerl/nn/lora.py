@@ -2,11 +2,17 @@
 
     y = base(x) + scaling * ((x A^T) B^T)       A [r, K], B [N, r]; scaling = alpha / r, or alpha / sqrt(r) with rsLoRA
 
-A and B are fp32 masters, rounded to x's dtype in every forward pass, and so is u = x A^T; the last step is one product
-u B^T added in fp32 to base(x), rounded once. `adapted_product` is that equation and its gradient in as few passes over
-memory as the products need, and the engine computes the same one from what `lora_factors` hands it:
+A and B are fp32 masters, rounded to x's dtype in every forward pass, and so is u = x A^T. `adapted_product` is that
+equation and its gradient in as few passes over memory as the products need, and the engine computes the same one from
+what `lora_factors` hands it. One term is rounded, then the other is added to it in fp32, and the sum rounded:
 
-    y  = base(x);    y += scaling * u B^T           in place
+    y  = scaling * u B^T;    y += base(x)           in place, over a packed base up to rank 64: the engine's product
+                                                    (kernels/w4a16) has both in one fp32 sum
+    y  = base(x);    y += scaling * u B^T           in place, over any other, as the engine there
+
+The order matters. A young adapter's part is smaller than half a step of base(x) in bf16. Added behind a rounding it is
+lost, everywhere, and a policy that samples with it is another than the one that is trained.
+
     du = scaling * dy B;    dB = scaling * dy^T u;    dA = du^T x           dA, dB: fp32
     dx = dy W;       dx += du A                     in place
 
@@ -44,6 +50,8 @@ from torch.autograd.function import once_differentiable
 
 from qerl import philox
 from qerl.config import LoraConfig
+from qerl.kernels.adapter import MAX_RANK
+from qerl.kernels.layout import PackedWeight
 from qerl.nn.linear import PackedLinear
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
@@ -91,9 +99,14 @@ class _AdaptedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, base: nn.Linear, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        y = base.product(x) if isinstance(base, PackedLinear) else F.linear(x, base.weight, bias)
         u = F.linear(x.flatten(0, -2), a.to(x.dtype))
-        y.flatten(0, -2).addmm_(u, b.to(x.dtype).T, alpha=scaling)
+        b_rounded = b.to(x.dtype).T
+        if isinstance(base, PackedLinear) and isinstance(base.packed, PackedWeight) and u.shape[1] <= MAX_RANK:
+            y = torch.addmm(u.new_empty(()), u, b_rounded, beta=0, alpha=scaling).view(*x.shape[:-1], -1)
+            base.add_product_(y, x)
+        else:
+            y = base.product(x) if isinstance(base, PackedLinear) else F.linear(x, base.weight, bias)
+            y.flatten(0, -2).addmm_(u, b_rounded, alpha=scaling)
         ctx.save_for_backward(x, u, a, b)
         ctx.base, ctx.scaling = base, scaling
         return y

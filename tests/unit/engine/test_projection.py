@@ -228,6 +228,22 @@ def test_adapters_that_find_no_room_behind_are_beside() -> None:
     assert base_linear(linears[-1]).spare_rows.isnan().all()
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+@torch.no_grad()
+def test_a_young_adapter_is_rounded_as_in_the_trainer(family: str) -> None:
+    """bf16. Else trainer and engine are two policies: added to a rounded product, a quarter would be other numbers."""
+    linears = qkv(policy(family, dtype=torch.bfloat16))
+    for linear in linears:
+        lora_factors(linear).b.mul_(2**-7)
+    fused = Projection(linears, torch.bfloat16)
+    sync([fused])
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for got, linear in zip(fused(x), linears, strict=True):
+        bare, ours = base_linear(linear)(x), linear(x)
+        assert (ours == got).float().mean() > 0.97
+        assert 0.1 < (bare == got).float().mean() < 0.4
+
+
 def test_the_sum_of_a_packed_product_is_rounded_once() -> None:
     """bf16: the nearest number to the sum over the rounded x, A, u and B."""
     linears = qkv(policy("qwen2", dtype=torch.bfloat16))

@@ -13,9 +13,8 @@ from torch import Tensor
 from qerl.kernels.numerics import rounded
 from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
 
-WIDTH: Any = 1024
-"""Of a program. Four columns a thread: with more, what a few tokens wait for is the code of one."""
-WARPS = 8
+WIDTH = 1024
+"""Columns of a program, four a thread: with more, what a few tokens wait for is the code of one."""
 
 
 def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:
@@ -23,11 +22,9 @@ def swiglu_bf16(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[T
     assert gate.shape == up.shape and gate.stride(1) == up.stride(1) == 1
     tokens, n = gate.shape
     out = torch.empty(tokens, n, dtype=gate.dtype, device=gate.device)
+    sizes: Any = {"WIDTH": WIDTH, "num_warps": 8, **overlaps(gate.device)}
     with torch.cuda.device_of(gate):
-        grid = (tokens, triton.cdiv(n, WIDTH))
-        _swiglu_kernel[grid](
-            gate, up, out, gate.stride(0), up.stride(0), n, WIDTH, num_warps=WARPS, **overlaps(gate.device)
-        )
+        _swiglu_kernel[(tokens, triton.cdiv(n, WIDTH))](gate, up, out, gate.stride(0), up.stride(0), n, **sizes)
     return out
 
 

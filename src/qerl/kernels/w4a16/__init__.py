@@ -17,7 +17,8 @@ Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + 
     CUDA from sm_80, bf16         more     dense.py: kernels/dequant into the scratch buffer, then cuBLAS
     anything else                          reference.py: in float32; on a GPU with a warning, once
 
-`_product` chooses. The gradient always goes through the scratch buffer: training has many tokens.
+`_product` chooses. The gradient, and a product that is added to something (`w4a16_add_`: training with adapters), go
+through the scratch buffer always: training has many tokens.
 
 In eager code neither function records a graph for autograd: nn/linear.py has the autograd function. While a compiler
 traces, both are one operator (ops.py) with an autograd formula.
@@ -37,14 +38,24 @@ from qerl.kernels.adapter import PackedAdapter, pack_adapter
 from qerl.kernels.layout import PackedWeight, Part, pack, unpack
 from qerl.kernels.nvrtc import CompilerMissing, compiler_version
 from qerl.kernels.w4a16 import ops
-from qerl.kernels.w4a16.dense import w4a16_dense, w4a16_input_grad_dense
+from qerl.kernels.w4a16.dense import w4a16_add_dense_, w4a16_dense, w4a16_input_grad_dense
 from qerl.kernels.w4a16.hopper import w4a16_hopper
 from qerl.kernels.w4a16.portable import w4a16_portable
-from qerl.kernels.w4a16.reference import w4a16_input_grad_reference, w4a16_reference
+from qerl.kernels.w4a16.reference import w4a16_add_reference_, w4a16_input_grad_reference, w4a16_reference
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PackedAdapter", "PackedWeight", "Part", "pack", "pack_adapter", "unpack", "w4a16", "w4a16_input_grad"]
+__all__ = [
+    "PackedAdapter",
+    "PackedWeight",
+    "Part",
+    "pack",
+    "pack_adapter",
+    "unpack",
+    "w4a16",
+    "w4a16_add_",
+    "w4a16_input_grad",
+]
 
 MAX_FUSED_TOKENS = 1024
 """Above this many tokens dequantising first is faster: it costs a quarter of the product at 1024, 6 % at 4096."""
@@ -83,6 +94,24 @@ def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Flo
     """dy W, the gradient of `w4a16` (without an adapter) with respect to x. ValueError as there, with N for K."""
     _check(dy, weight.shape[0], weight)
     return (ops.w4a16_input_grad if torch.compiler.is_compiling() else compute_input_grad)(dy, weight)
+
+
+def w4a16_add_(
+    y: Float[Tensor, "*batch n"],
+    x: Float[Tensor, "*batch k"],
+    weight: PackedWeight,
+    bias: Float[Tensor, " n"] | None = None,
+) -> None:
+    """y += x W^T + bias in place, added in float32 and rounded once; y contiguous, of x's dtype.
+
+    ValueError as `w4a16`, and for y as for its x.
+    """
+    _check(x, weight.columns, weight)
+    _check(y, weight.shape[0], weight)
+    if bias is not None:
+        _check_bias(bias, x, weight)
+    add = w4a16_add_dense_ if _on_tensor_cores(x.device, x.dtype) else w4a16_add_reference_
+    add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight, bias)
 
 
 def path_of(device: torch.device, dtype: torch.dtype, tokens: int) -> str:

@@ -4,9 +4,9 @@ The scratch matrix is e2m1 * block_scale, exact in bf16. One global scale for a 
 applies it, and the bias, to the float32 sum before the one rounding. Rows with scales of their own need an epilogue
 that cuBLAS lacks: their sums are written in float32 and finished by PyTorch.
 
-With an adapter, bias + u B^T comes first and is rounded to bf16 (cuBLAS takes no float32 addend); the large product is
-then added to it in float32, as the GEMM's beta, and rounded once. So an adapter costs one rounding of the smaller term
-beyond the contract.
+With an addend (in training the adapter's part, which has a gradient; else bias + u B^T, made here) that comes first and
+is rounded to bf16 (cuBLAS takes no float32 addend); the large product is then added to it in float32, as the GEMM's
+beta, and rounded once. So it costs one rounding of the smaller term beyond the contract.
 
 It costs 2.6 bytes of traffic a weight on top of the GEMM's own, so it is the path for a thousand tokens and more.
 cuBLAS may split K and add the splits in bf16 unless torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -35,6 +35,8 @@ def w4a16_dense(
     y = x.new_empty(x.shape[0], n)
     if adapter is not None:
         _write_bias_and_adapter(y, x, weight, bias, adapter)
+        w4a16_add_dense_(y, x, weight)
+        return y
     dense = dequant(weight, torch.bfloat16)[:, :k]
     first = 0
     for start, rows, scale in weight.runs:
@@ -42,10 +44,7 @@ def w4a16_dense(
         b = None if bias is None else bias[first : first + rows]
         if scale is None:
             sums = torch.mm(x, w, out_dtype=torch.float32) * weight.row_scale[first : first + rows]
-            addend = b if adapter is None else out
-            out.copy_(sums if addend is None else sums + addend)
-        elif adapter is not None:
-            out.addmm_(x, w, alpha=scale)
+            out.copy_(sums if b is None else sums + b)
         elif b is None:
             torch.addmm(out, x, w, beta=0, alpha=scale, out=out)
         elif out.is_contiguous():
@@ -55,6 +54,28 @@ def w4a16_dense(
             out.copy_(torch.addmm(b, x, w, alpha=scale))
         first += rows
     return y
+
+
+def w4a16_add_dense_(
+    y: BFloat16[Tensor, "m n"],
+    x: BFloat16[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: BFloat16[Tensor, " n"] | None = None,
+) -> None:
+    """y += x W^T + bias on CUDA, in float32 and rounded once.
+
+    A bias, for which cuBLAS has no room beside y, makes it slower: in front, it would cost y a rounding of its own.
+    """
+    dense, first = dequant(weight, torch.bfloat16)[:, : weight.columns], 0
+    for start, rows, scale in weight.runs:
+        w, of_run = dense[start : start + rows].T, slice(first, first + rows)
+        out = y[:, of_run]
+        if scale is not None and bias is None:
+            out.addmm_(x, w, alpha=scale)
+        else:
+            sums = torch.mm(x, w, out_dtype=torch.float32).mul_(weight.row_scale[of_run] if scale is None else scale)
+            out.copy_((sums if bias is None else sums.add_(bias[of_run])).add_(out))
+        first += rows
 
 
 def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) -> BFloat16[Tensor, "m k"]:

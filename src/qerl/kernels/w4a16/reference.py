@@ -6,7 +6,7 @@ The global scale multiplies the finished sums, as in a kernel's epilogue, so tha
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from qerl.kernels.adapter import PackedAdapter
@@ -21,9 +21,7 @@ def w4a16_reference(
     adapter: PackedAdapter | None = None,
 ) -> Float[Tensor, "m n"]:
     """x W^T + bias + u B^T in float32, rounded once to x's dtype, as u is."""
-    dense = dequant(weight, torch.float32)[:, : weight.columns]
-    sums = [x.float() @ dense[start : start + rows].T for start, rows, _ in weight.runs]
-    y = (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)).mul_(weight.row_scale)
+    y = _sums(x, weight)
     if bias is not None:
         y += bias
     if adapter is not None:
@@ -32,6 +30,21 @@ def w4a16_reference(
             u = (scaling * (x.float() @ a[:, : weight.columns].float().T)).to(x.dtype)
             out += u.float() @ adapter.part_b(part).float().T
     return y.to(x.dtype)
+
+
+def w4a16_add_reference_(
+    y: Float[Tensor, "m n"], x: Float[Tensor, "m k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None = None
+) -> None:
+    """y += x W^T + bias in float32, rounded once to y's dtype."""
+    sums = _sums(x, weight)
+    y.copy_((sums if bias is None else sums.add_(bias)).add_(y))
+
+
+def _sums(x: Float[Tensor, "m k"], weight: PackedWeight) -> Float32[Tensor, "m n"]:
+    """x W^T."""
+    dense = dequant(weight, torch.float32)[:, : weight.columns]
+    sums = [x.float() @ dense[start : start + rows].T for start, rows, _ in weight.runs]
+    return (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)).mul_(weight.row_scale)
 
 
 def w4a16_input_grad_reference(dy: Float[Tensor, "m n"], weight: PackedWeight) -> Float[Tensor, "m k"]:
