@@ -5,7 +5,8 @@
 Names are TRL's where the meaning is TRL's (`trl=True`). `{function}` in a name stands for a reward function's name.
 A step's metrics describe its rollout and all its updates; step 0 holds the evaluation before training. Those of the
 rollout are over all groups that were sampled, under dynamic sampling too, where some are not trained on; rewards are
-what advantages are computed from, after the soft overlong punishment.
+what advantages are computed from, after the soft overlong punishment. Accuracy is graded as rewards are: in the answer
+tags, or wherever the answer stands if a reward function is told `require_tags = false` (`rewards.arguments`).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/accuracy", "share", "Mean over problems of the share of right sampled completions."),
     Metric("eval/accuracy_low", "share", "Lower end of its 95 % interval, over problems."),
     Metric("eval/accuracy_high", "share", "Upper end of it."),
-    Metric("eval/accuracy_tag_free", "share", "The same completions, with the answer taken where it is found."),
+    Metric("eval/accuracy_tag_free", "share", "Of the same completions, with the answer taken where it is found."),
     Metric("eval/accuracy_greedy", "share", "Problems solved by greedy decoding."),
     Metric("eval/num_problems", "problems", "Problems of the evaluation."),
     Metric("eval/clipped_ratio", "share", "Sampled completions cut off by the length limit."),

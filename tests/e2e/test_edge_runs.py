@@ -11,6 +11,7 @@ import pytest
 from qerl.config import load_config
 from qerl.display import Display
 from qerl.rl.trainer import Trainer
+from qerl.tasks.arithmetic import ArithmeticTask
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 TINY = [
@@ -46,6 +47,16 @@ def test_equal_rewards_are_said_aloud(rewards, tmp_path):
     rows, said = train(tmp_path / "run", f'rewards.functions=["{rewards}:same"]')
     assert all(row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0 for row in rows)
     assert "every group had equal rewards" in said
+
+
+def test_accuracy_is_graded_as_the_reward_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(ArithmeticTask, "grade_batch", lambda *_, require_tags=True: [not require_tags] * 4)
+    settings = ["steps=1", "eval.num_problems=4", "eval.num_samples=1"]
+    for require_tags in (True, False):
+        argument = f"rewards.arguments={{correctness={{require_tags={str(require_tags).lower()}}}}}"
+        rows, said = train(tmp_path / str(require_tags), *settings, argument)
+        assert rows[-1]["accuracy"] == rows[-1]["eval/accuracy"] == rows[-1]["eval/accuracy_greedy"] == 1 - require_tags
+        assert ("accuracy counts a right answer wherever it stands" in said) is not require_tags
 
 
 def test_dynamic_sampling_that_finds_nothing_goes_on(rewards, tmp_path):

@@ -86,6 +86,9 @@ def test_every_metric_of_a_rollout_has_a_row():
     )
     rollout = Rollout([group], [group], num_rounds=1, reward_failures={"format": 0})
     check_names(rollout_metrics(rollout, task))
+    group.texts = [f"It is {group.example.columns['answer']}.", "b"]  # right, outside the tags
+    assert rollout_metrics(rollout, task)["accuracy"] == 0
+    assert rollout_metrics(rollout, task, require_tags=False)["accuracy"] == 0.5
 
 
 def test_every_metric_of_an_update_has_a_row():

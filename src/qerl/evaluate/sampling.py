@@ -7,9 +7,10 @@ batch size, the number of samples and of problems, and whatever was trained befo
 as the logits are: on a GPU, other batch shapes can round them differently.) All completions go to the engine in one
 call, which runs at most `max_batch_size` at a time; its memory is bounded by that, not by their number.
 
-Both gradings look at the same completions: *tagged* is the rule of training and of accuracy (the answer must stand in
-the answer tags), *tag-free* takes the final answer where it finds it, and so is fair to a model that was never taught
-the tags. A completion that the grader could not grade counts as not right and is reported by number, never left out.
+Both gradings look at the same completions: *tagged* is the rule of training by default (the answer must stand in the
+answer tags), *tag-free* takes the final answer where it finds it, and so is fair to a model that was never taught the
+tags. A run's accuracy is the one by which its rewards grade (`RewardRunner.require_tags`). A completion that the grader
+could not grade counts as not right and is reported by number, never left out.
 """
 
 from __future__ import annotations

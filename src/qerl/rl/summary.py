@@ -20,8 +20,8 @@ from qerl.rl.rollout import Rollout
 from qerl.tasks import Task
 
 
-def rollout_metrics(rollout: Rollout, task: Task) -> dict[str, float]:
-    """What was sampled and how it was paid. Grades all completions."""
+def rollout_metrics(rollout: Rollout, task: Task, *, require_tags: bool = True) -> dict[str, float]:
+    """What was sampled and how it was paid. Grades all completions, as `Task.grade_batch` does with `require_tags`."""
     groups = rollout.sampled
     rewards = [r for group in groups for r in group.rewards if not math.isnan(r)]
     completions = [c for group in groups for c in group.completions]
@@ -31,6 +31,7 @@ def rollout_metrics(rollout: Rollout, task: Task) -> dict[str, float]:
     grades = task.grade_batch(
         [text for group in groups for text in group.texts],
         [group.example.columns for group in groups for _ in group.texts],
+        require_tags=require_tags,
     )
     scored = [[r for r in group.rewards if not math.isnan(r)] for group in groups]
     metrics = {

@@ -33,7 +33,7 @@ from qerl.config import ModelConfig, RunConfig
 from qerl.display import Display
 from qerl.engine import build_engine, check_engine
 from qerl.engine.mapped import mapped_bytes
-from qerl.evaluate import evaluate
+from qerl.evaluate import Grading, evaluate
 from qerl.evaluate.show import show_progress
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
 from qerl.nn.lora import attach_lora
@@ -105,6 +105,8 @@ class Trainer:
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
         self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
+        if not self.rewards.require_tags:
+            self.display.message("accuracy counts a right answer wherever it stands, as the reward does (require_tags)")
         self.eval_examples = self._held_out_problems()
 
         if load is not None:
@@ -214,7 +216,7 @@ class Trainer:
                     self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
                 )
             rollout_seconds = time.monotonic() - started
-            metrics = rollout_metrics(rollout, self.task)
+            metrics = rollout_metrics(rollout, self.task, require_tags=self.rewards.require_tags)
             for record in self.log.write_completions(self.step + 1, rollout.sampled)[:1]:
                 self.display.completion(record)
             advantages = compute_advantages(
@@ -330,6 +332,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         config, started = self.config.eval, time.monotonic()
+        grading: Grading = "tagged" if self.rewards.require_tags else "tag_free"
         metrics: dict[str, float] = {}
         modes = {"sampled": (SamplingParams(config.temperature, config.top_p), config.num_samples)}
         if config.greedy:
@@ -347,7 +350,7 @@ class Trainer:
                 expect_adapters=True,
                 progress=self._progress(f"evaluation, {mode}"),
             )
-            accuracy = result.accuracy("tagged")
+            accuracy = result.accuracy(grading)
             if mode == "greedy":
                 metrics["eval/accuracy_greedy"] = accuracy.value
                 continue
@@ -358,7 +361,7 @@ class Trainer:
                 "eval/accuracy_tag_free": result.accuracy("tag_free").value,
                 "eval/num_problems": len(result.problems),
                 "eval/clipped_ratio": result.num_truncated / len(result.attempts),
-                "eval/ungraded": result.num_ungraded("tagged"),
+                "eval/ungraded": result.num_ungraded(grading),
                 "eval/mean_length": result.mean_length_tokens,
             }
         return metrics | {"time/eval": time.monotonic() - started}

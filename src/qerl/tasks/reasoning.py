@@ -93,10 +93,17 @@ class ReasoningGymTask:
         return [None if score is None else score >= 1.0 for score in scores]
 
     def _reward(
-        self, completions: list[Any], question: list[str], answer: list[Any], metadata: list[Any], **kwargs: Any
+        self,
+        completions: list[Any],
+        question: list[str],
+        answer: list[Any],
+        metadata: list[Any],
+        *,
+        require_tags: bool = True,
+        **kwargs: Any,
     ) -> list[float]:
         rows = [{"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)]
-        answers = [final_answer(completion_text(completion)) for completion in completions]
+        answers = [final_answer(completion_text(c), require_tags=require_tags) for c in completions]
         scores = [self._score(said, row) for said, row in zip(answers, rows, strict=True)]
         return [math.nan if score is None else score for score in scores]
 

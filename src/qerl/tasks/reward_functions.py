@@ -4,16 +4,17 @@
 |---|---|
 | `format_reward` | 1 for one think part and one answer part with nothing around them |
 | `tag_count_reward` | a quarter for each of the four tags that occurs exactly once |
-| `numeric_reward` | 1 for the number in the column `answer` (`numbers.py`); `require_tags = false`: tags or not |
+| `numeric_reward` | 1 for the number in the column `answer` (`numbers.py`) |
 | `math_reward` | 1 for the column `answer` as mathematics (`math_grader.py`) |
 | `exact_reward` | 1 for the text of the column `answer`, but for the amount of space |
 | `regex_reward` | 1 where `pattern` is found in the completion |
 | `length_reward` | minus its share of `max_length` tokens, at most 1 |
 | `overlong_reward` | DAPO's soft punishment of the last `buffer` tokens before `max_length` (2503.14476, eq. 13) |
 
-Arguments such as `pattern` are set in `rewards.arguments`. Where the grader could not tell (a reference that it cannot
-read, an answer that it ran out of time on), the value is NaN: what the completion is worth is unknown. What a task pays
-for by itself, with its own grader and policies, comes from `correctness_by`.
+Arguments such as `pattern` are set in `rewards.arguments`. The three that grade look inside the answer tags; with
+`require_tags = false` they take the answer where they find it, and a run's accuracy follows. Where the grader could not
+tell (a reference that it cannot read, an answer that it ran out of time on), the value is NaN: what the completion is
+worth is unknown. What a task pays for by itself, with its own grader and policies, comes from `correctness_by`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from qerl.tasks.graders import Grader, build_grader
@@ -36,9 +36,10 @@ def completion_text(completion: str | list[dict[str, str]]) -> str:
 def correctness_by(grader: Grader, column: str = "answer") -> Callable[..., list[float]]:
     """Return the reward function that pays 1 for what the grader calls right by the references in `column`."""
 
-    def correctness(completions: list[Any], **columns: Any) -> list[float]:
+    def correctness(completions: list[Any], *, require_tags: bool = True, **columns: Any) -> list[float]:
         references = ["" if reference is None else str(reference) for reference in columns[column]]
-        grades = grader([completion_text(completion) for completion in completions], references)
+        texts = [completion_text(completion) for completion in completions]
+        grades = grader(texts, references, require_tags=require_tags)
         return [math.nan if grade is None else float(grade) for grade in grades]
 
     return correctness
@@ -58,19 +59,18 @@ def tag_count_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 def numeric_reward(
     completions: list[Any], answer: list[Any], *, require_tags: bool = True, **kwargs: Any
 ) -> list[float]:
-    """Return 1 for an answer that is the number in the column `answer`, else 0; without tags as `numbers.tag_free`."""
-    grader = partial(build_grader("numeric"), require_tags=require_tags)
-    return correctness_by(grader)(completions, answer=answer)
+    """Return 1 for an answer that is the number in the column `answer`, else 0."""
+    return correctness_by(build_grader("numeric"))(completions, answer=answer, require_tags=require_tags)
 
 
-def math_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for a tagged answer that equals the column `answer` as mathematics, else 0."""
-    return correctness_by(build_grader("math"))(completions, answer=answer)
+def math_reward(completions: list[Any], answer: list[Any], *, require_tags: bool = True, **kwargs: Any) -> list[float]:
+    """Return 1 for an answer that equals the column `answer` as mathematics, else 0."""
+    return correctness_by(build_grader("math"))(completions, answer=answer, require_tags=require_tags)
 
 
-def exact_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-    """Return 1 for a tagged answer that is the text of the column `answer`, else 0."""
-    return correctness_by(build_grader("exact"))(completions, answer=answer)
+def exact_reward(completions: list[Any], answer: list[Any], *, require_tags: bool = True, **kwargs: Any) -> list[float]:
+    """Return 1 for an answer that is the text of the column `answer`, else 0."""
+    return correctness_by(build_grader("exact"))(completions, answer=answer, require_tags=require_tags)
 
 
 def regex_reward(completions: list[Any], *, pattern: str, **kwargs: Any) -> list[float]:

@@ -178,6 +178,11 @@ class RewardRunner:
         columns = task.train_example(0).columns
         return cls(specs, columns=columns, max_steps=max_steps, timeout_s=config.timeout_s)
 
+    @property
+    def require_tags(self) -> bool:
+        """Whether an answer is right in the answer tags alone: not where a function is told `require_tags = false`."""
+        return not any(spec.weight and spec.arguments.get("require_tags") is False for spec in self.specs)
+
     def score(
         self,
         *,

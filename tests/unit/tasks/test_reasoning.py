@@ -51,6 +51,9 @@ def test_the_librarys_scorer_grades_and_pays():
     assert scores.parts["correctness"][0] == 1.0
     assert 0 <= scores.parts["correctness"][1] < 1.0  # a little for being near
     assert scores.parts["correctness"][2] == 0.0
+    correctness = rewards.specs[1].function
+    columns = {name: [value] for name, value in example.columns.items()}
+    assert correctness(texts[2:], **columns, require_tags=False) == [1.0]
 
 
 def test_a_scorer_that_fails_gives_no_value(caplog):

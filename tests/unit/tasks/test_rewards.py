@@ -636,6 +636,25 @@ def test_built_in_correctness():
     assert numeric_reward(bare, answer=["1/2"] * 2, require_tags=False) == [1.0, 0.0]
     assert math_reward(texts, answer=["1/2"] * 4) == [1.0, 1.0, 1.0, 0.0]
     assert exact_reward(texts, answer=["1/2"] * 4) == [0.0, 0.0, 1.0, 0.0]
+    boxed = [r"\boxed{1/2}"]
+    for reward in (numeric_reward, math_reward, exact_reward):
+        assert reward(boxed, answer=["1/2"]) == [0.0]
+        assert reward(boxed, answer=["1/2"], require_tags=False) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights", "require_tags"),
+    [
+        ({}, [0.2, 1.0], True),
+        ({"correctness": {"require_tags": True}}, [0.2, 1.0], True),
+        ({"correctness": {"require_tags": False}}, [0.2, 1.0], False),
+        ({"correctness": {"require_tags": False}}, [0.2, 0.0], True),  # it is logged, and not paid
+    ],
+)
+def test_a_run_is_graded_as_it_is_paid(arguments, weights, require_tags):
+    config = RewardConfig(arguments=arguments, weights=weights)
+    rewards = RewardRunner.from_config(config, load_task(TaskConfig(), seed=0), max_steps=1)
+    assert rewards.require_tags is require_tags
 
 
 def test_tags_are_counted_once():
