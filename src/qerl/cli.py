@@ -352,7 +352,7 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter to apply.")] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Compare with this adapter, other model, or results.parquet, on the same problems."),
+        typer.Option(help="Measure this adapter, other model, or results.parquet too: the change, problem by problem."),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Completions of each problem in the sampled mode; 0: none.")] = 4,
     temperature: Annotated[float, typer.Option(help="Of the sampled mode.")] = 0.6,

@@ -59,11 +59,13 @@ def test_an_adapter_is_applied_and_compared(measured):
     assert base["greedy"]["tagged"]["pass@1"]["value"] > 0.5
     assert broken["greedy"]["tagged"]["pass@1"]["value"] == 0
     difference = summary["difference"]["tagged"]["greedy"]["pass@1"]
-    assert difference["value"] == base["greedy"]["tagged"]["pass@1"]["value"]
-    assert (difference["num_better"], difference["num_worse"]) == (8 * difference["value"], 0)
-    assert list(summary["difference"]["tag_free"]["sampled"]) == ["pass@1", "pass@2", "majority@2"]
+    assert difference["value"] == -base["greedy"]["tagged"]["pass@1"]["value"]
+    assert (difference["num_better"], difference["num_worse"]) == (0, -8 * difference["value"])
+    assert list(summary["difference"]["tag_free"]["sampled"]) == ["pass@1", "pass@2"]
     assert base["sampled"]["num_samples"] == 2
-    assert "better / worse / equal" in output
+    (adapter,) = re.findall(r"^change from embedded to (.*), tagged \(paired over 8 problems\)$", output, re.MULTILINE)
+    assert Path(adapter).name == "broken"
+    assert re.search(r"^greedy +-\d.* 0 / \d / \d ", output, re.MULTILINE)
 
 
 def test_the_files_hold_what_was_sampled(measured):

@@ -179,8 +179,15 @@ def evaluation(task) -> Evaluation:
 def test_both_gradings_of_the_same_completions(evaluation):
     assert evaluation.scores("tagged")["pass@1"] == [1.0, 0.0, 0.0]
     assert evaluation.scores("tag_free")["pass@1"] == [1.0, 0.5, 0.0]
-    assert list(evaluation.scores("tagged")) == ["pass@1", "pass@2", "majority@2"]
+    assert list(evaluation.scores("tagged")) == ["pass@1", "pass@2"]
     assert evaluation.accuracy("tag_free").value == pytest.approx(0.5)
+
+
+def test_three_completions_of_a_problem_vote(evaluation):
+    for problem in evaluation.problems:
+        problem.attempts.append(problem.attempts[0])
+    assert evaluation.scores("tagged")["majority@3"] == [1.0, 0.0, 0.0]
+    assert evaluation.scores("tag_free")["majority@3"] == [1.0, 1.0, 0.0]  # two of three are right
 
 
 def test_what_could_not_be_graded_or_was_cut_off_is_counted(evaluation):

@@ -44,7 +44,10 @@ class Settings:
     """Temperature and truncation of the sampled mode, the longest completion, the batch size, the engine."""
     adapter: Path | None = None
     compare_with: str | None = None
-    """Folder of an adapter for the same model, or of another model, or the results.parquet of an earlier evaluation."""
+    """Folder of an adapter for the same model, or of another model, or the results.parquet of an earlier evaluation.
+
+    The difference is this one's score minus the first policy's.
+    """
     greedy: bool = True
     num_samples: int = 4
     limit: int | None = None
@@ -86,7 +89,7 @@ def run(settings: Settings) -> dict[str, Any]:
     else:
         first = _sample(settings, task, settings.model, settings.adapter, RESULTS)
     second = _second(settings, task)
-    compared = {} if second is None else {g: _differences(first, second, g) for g in GRADINGS}
+    compared = {} if second is None else {g: _changes(first, second, g) for g in GRADINGS}
 
     grading: Grading = "tag_free" if settings.tag_free else "tagged"
     policies = [first] if second is None else [first, second]
@@ -95,7 +98,12 @@ def run(settings: Settings) -> dict[str, Any]:
     if second is not None:
         for key in (key for key in HOW if first.settings[key] != second.settings[key]):
             print(f"note: {key} differs: {first.settings[key]} and {second.settings[key]}")
-        print_differences(f"{first.name} - {second.name}, {grading.replace('_', '-')}", compared[grading])
+        num_problems = len(next(iter(first.evaluations.values())).problems)
+        print_differences(
+            f"change from {first.name} to {second.name.removeprefix(f'{first.name} + ')}, "
+            f"{grading.replace('_', '-')} (paired over {num_problems:,} problems)",
+            compared[grading],
+        )
     print(LEGEND)
     summary = {
         "qerl": qerl.__version__,
@@ -221,10 +229,10 @@ def _grade(measured: Measured, task: Task) -> None:
         grade_problems(task, evaluation.problems)
 
 
-def _differences(first: Measured, second: Measured, grading: Grading) -> dict[str, dict[str, Difference]]:
-    """By mode and measure, for what both have."""
+def _changes(first: Measured, second: Measured, grading: Grading) -> dict[str, dict[str, Difference]]:
+    """The second's scores minus the first's, by mode and measure, for what both have."""
     both = [mode for mode in first.evaluations if mode in second.evaluations]
-    return {mode: compare(first.evaluations[mode], second.evaluations[mode], grading) for mode in both}
+    return {mode: compare(second.evaluations[mode], first.evaluations[mode], grading) for mode in both}
 
 
 def _claim(output_dir: Path | None) -> None:

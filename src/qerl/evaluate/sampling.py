@@ -95,12 +95,12 @@ class Evaluation:
         return estimate(self.scores(grading)["pass@1"])
 
     def scores(self, grading: Grading) -> dict[str, list[float]]:
-        """One score a problem under each measure: pass@1, pass@2, pass@4, ... pass@n and, of several, majority@n."""
+        """One score a problem under each measure: pass@1, pass@2, pass@4, ... pass@n and, of 3 or more, majority@n."""
         n = self.num_samples
         right = [[getattr(a, grading) is True for a in problem.attempts] for problem in self.problems]
         ks = sorted({*(2**i for i in range(n.bit_length())), n})
         measures = {f"pass@{k}": [pass_at_k(n, sum(row), k) for row in right] for k in ks}
-        if n > 1:
+        if n > 2:  # two that differ are a tie, and score what pass@1 does
             measures[f"majority@{n}"] = [
                 majority_score([final_answer(a.text, require_tags=grading == "tagged") for a in problem.attempts], row)
                 for problem, row in zip(self.problems, right, strict=True)

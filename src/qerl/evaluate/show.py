@@ -62,7 +62,7 @@ def print_differences(
         for mode, measures in differences.items()
         for measure, d in measures.items()
     ]
-    print_table(title, ["", "difference", "better / worse / equal", "sign test p"], rows, stream or sys.stdout)
+    print_table(title, ["", "change", "better / worse / equal", "sign test p"], rows, stream or sys.stdout)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> None:
