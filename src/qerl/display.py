@@ -31,6 +31,8 @@ class Column(NamedTuple):
     label: str
     form: str
     """Format of the value."""
+    meaning: str = ""
+    """What the label stands for, where it does not say it itself."""
 
     def text(self, metrics: dict[str, Any]) -> str | None:
         """The value as shown; None for a metric that the step does not have."""
@@ -40,15 +42,14 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("reward", "reward", "{:.3f}"),
-    Column("accuracy", "acc", "{:.1%}"),
-    Column("entropy", "entropy", "{:.3f}"),
-    Column("noise/sigma", "sigma", "{:.1e}"),
-    Column("mismatch_kl", "mismatch", "{:.1e}"),
-    Column("frac_reward_zero_std", "same", "{:.0%}"),
-    Column("completions/clipped_ratio", "cut", "{:.0%}"),
-    Column("learning_rate", "lr", "{:.1e}"),
-    Column("eval/accuracy", "eval", "{:.1%}"),
-    Column("eval/accuracy_greedy", "eval greedy", "{:.1%}"),
+    Column("accuracy", "acc", "{:.0%}", "completions graded right"),
+    Column("entropy", "entropy", "{:.2g}", "of the policy, nats a token"),
+    Column("noise/sigma", "sigma", "{:.2g}", "of the noise in sampling"),
+    Column("mismatch_kl", "mismatch", "{:.1e}", "KL of the policy that samples against the one that is trained"),
+    Column("frac_reward_zero_std", "same", "{:.0%}", "groups whose rewards are all equal, which teach nothing"),
+    Column("completions/clipped_ratio", "cut", "{:.0%}", "completions cut off at the length limit"),
+    Column("eval/accuracy", "eval", "{:.1%}", "accuracy on held-out problems, sampled"),
+    Column("eval/accuracy_greedy", "greedy", "{:.1%}", "the same, greedy"),
     Column("time/step", "", "{:.1f} s"),
 )
 
@@ -96,7 +97,9 @@ class Display:
         self.stream = stream or sys.stdout
         self._view: View | None
         self._handler = _Handler(self)
-        self._ended: list[tuple[int, float]] = []  # the first and the last finished step of this process, and when
+        # The first and the last finished step of this process, and when. The first one itself is never in the pace: it
+        # compiles kernels and captures graphs.
+        self._ended: list[tuple[int, float]] = []
         if quiet:
             self._view = _QuietView(num_steps, self.stream)
         elif self.stream.isatty() and os.environ.get("TERM") != "dumb":
@@ -122,7 +125,8 @@ class Display:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """A finished step (0: the evaluation before training) with all its metrics."""
-        self._ended = [*self._ended[:1], (metrics["step"], time.monotonic())]
+        if metrics["step"] > 0:
+            self._ended = [*self._ended[:1], (metrics["step"], time.monotonic())]
         self._show("step", metrics, self._left())
 
     def completion(self, record: dict[str, Any]) -> None:
@@ -166,11 +170,12 @@ class Display:
 
 
 class _PlainView:
-    """A line a step."""
+    """A line a step, and before each label's first use what it stands for."""
 
     def __init__(self, num_steps: int, stream: TextIO) -> None:
         self.num_steps = num_steps
         self.stream = stream
+        self.explained: set[str] = set()
 
     def open(self) -> None: ...
     def close(self) -> None: ...
@@ -178,6 +183,10 @@ class _PlainView:
     def completion(self, record: dict[str, Any]) -> None: ...
 
     def step(self, metrics: dict[str, Any], left: float | None) -> None:
+        for column in COLUMNS:
+            if column.meaning and column.label not in self.explained and column.text(metrics) is not None:
+                self.explained.add(column.label)
+                print(f"{column.label:>10}: {column.meaning}", file=self.stream)
         print(step_line(metrics, self.num_steps, left), file=self.stream, flush=True)
 
     def message(self, text: str) -> None:

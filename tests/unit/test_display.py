@@ -10,7 +10,7 @@ import time
 import pytest
 from rich.console import Console
 
-from qerl.display import ByteProgress, Column, Display
+from qerl.display import ByteProgress, Column, Display, step_line
 from qerl.live import LiveView, clock, printable, sparkline
 
 METRICS = {
@@ -77,18 +77,25 @@ def test_without_a_terminal_there_is_one_line_a_step():
         display.phase("rollout", 1, 2)
         display.completion(RECORD)
         display.step(METRICS)
-    assert stream.getvalue() == (
-        "resumed\n"
-        "step  3/10  reward 1.250  acc 50.0%  entropy 0.400  sigma 1.0e-02  mismatch 2.5e-04  same 25%  cut 12%  "
-        "lr 3.0e-05  6.5 s\n"
+        display.step(METRICS | {"step": 4})
+    resumed, *legend, third, fourth = stream.getvalue().splitlines()
+    assert resumed == "resumed"
+    assert [line.split(":")[0].strip() for line in legend] == ["acc", "entropy", "sigma", "mismatch", "same", "cut"]
+    assert third == (
+        "step  3/10  reward 1.250  acc 50%  entropy 0.4  sigma 0.01  mismatch 2.5e-04  same 25%  cut 12%  6.5 s"
     )
+    assert fourth.startswith("step  4/10")  # the legend is not repeated
+
+
+def test_a_line_fits_120_columns():
+    assert len(step_line(METRICS | {"step": 99, "entropy": 0.237, "noise/sigma": 0.0047}, 100, left=3599)) <= 120
 
 
 def test_metrics_that_a_step_lacks_are_left_out():
     stream = io.StringIO()
     with Display(10, stream=stream) as display:
         display.step({"step": 1, "reward": math.nan, "accuracy": None, "eval/accuracy": 0.25})
-    assert stream.getvalue() == "step  1/10  eval 25.0%\n"
+    assert stream.getvalue().splitlines()[-1] == "step  1/10  eval 25.0%"
 
 
 def test_quiet_prints_warnings_and_the_last_step():
@@ -112,6 +119,17 @@ def test_time_left_follows_the_pace_of_the_steps_seen(monkeypatch):
     assert display._left() == 40  # 4 steps of 10 s
     now += 3
     assert display._left() == 37
+
+
+def test_a_slow_first_step_is_not_in_the_pace(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    display = Display(10, stream=io.StringIO())
+    display.step({"step": 0})  # the evaluation before training
+    for step, seconds in ((1, 60), (2, 2), (3, 2)):
+        now += seconds
+        display.step({"step": step})
+    assert display._left() == 14  # 7 steps of 2 s
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (89.6, "1:30"), (3599, "59:59"), (7509, "2:05:09")])
