@@ -3,10 +3,10 @@
     describe("rewards/format/mean") -> Metric(name="rewards/{function}/mean", unit="reward", meaning=...)
 
 Names are TRL's where the meaning is TRL's (`trl=True`). `{function}` in a name stands for a reward function's name.
-A step's metrics describe its rollout and all its updates; step 0 holds the evaluation before training. Those of the
-rollout are over all groups that were sampled, under dynamic sampling too, where some are not trained on; rewards are
-what advantages are computed from, after the soft overlong punishment. Accuracy is graded as rewards are: in the answer
-tags, or wherever the answer stands if a reward function is told `require_tags = false` (`rewards.arguments`).
+A step's metrics describe its rollout and all its updates; step 0 holds the evaluation before training, if there is one.
+Those of the rollout are over all groups that were sampled, under dynamic sampling too, where some are not trained on;
+rewards are what advantages are computed from, after the soft overlong punishment. Accuracy is graded as rewards are: in
+the answer tags, or wherever the answer stands if one is told `require_tags = false` (`rewards.arguments`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sampling/importance_sampling_ratio/mean", "1", "Mean weight.", trl=True),
     Metric("sampling/importance_sampling_ratio/max", "1", "Largest weight.", trl=True),
     Metric("sampling/importance_sampling_ratio/capped", "share", "Tokens whose weight is held at the cap."),
-    # noise
+    # noise; only with noise.enabled
     Metric("noise/sigma", "1", "Standard deviation of the noise added to norm weights in this step's rollout."),
     Metric("noise/vectors", "vectors", "Norm vectors that the noise changed in the engine; 0 while sigma is 0."),
     Metric("noise/relative", "1", "Noise against the norm weights it is added to: |Z| / |w|, rms over norms."),

@@ -40,13 +40,31 @@ def train(output_dir: Path, *settings: str) -> tuple[list[dict], str]:
     config = load_config(DEMO, [*TINY, f"output_dir={output_dir}", *settings])
     stream = io.StringIO()
     Trainer(config, display=Display(config.steps, stream=stream)).train()
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()][1:], stream.getvalue()
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()], stream.getvalue()
 
 
 def test_equal_rewards_are_said_aloud(rewards, tmp_path):
     rows, said = train(tmp_path / "run", f'rewards.functions=["{rewards}:same"]')
     assert all(row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0 for row in rows)
     assert "every group had equal rewards" in said
+
+
+@pytest.mark.parametrize(("weight", "told"), [(0.5, 1), (0.0, 0)])
+def test_a_reward_function_that_teaches_nothing_is_named_once(rewards, tmp_path, monkeypatch, weight, told):
+    for module in ("summary", "trainer"):
+        monkeypatch.setattr(f"qerl.rl.{module}.CONSTANT_STEPS", 2)
+    _, said = train(
+        tmp_path / "run", f'rewards.functions=["{rewards}:same","{rewards}:half"]', f"rewards.weights=[{weight},1]"
+    )
+    assert said.count("reward same: all completions of the last 2 steps got the same value, 1: it") == told
+    assert "reward half:" not in said
+
+
+def test_what_is_not_there_is_not_logged(tmp_path):
+    rows, said = train(tmp_path / "run", "steps=1", "noise.enabled=false")
+    assert [row["step"] for row in rows] == [1]  # no evaluation, no step 0
+    assert not [name for name in rows[0] if name.startswith("noise/")]
+    assert "step 0/1" not in said and "sigma" not in said
 
 
 def test_accuracy_is_graded_as_the_reward_is(tmp_path, monkeypatch):

@@ -56,9 +56,9 @@ def test_a_dataset_a_function_and_a_model_are_a_run(tmp_path):
     args = config(tmp_path / "run", rewards={"weights": [1.0, 0.25]})
     trainer = qerl.Trainer("embedded", [exact, length], args, Dataset.from_list(CHATS))
     lines = trainer.train()
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[2]["reward"] == pytest.approx(lines[2]["rewards/exact/mean"] + 0.25 * lines[2]["rewards/length/mean"])
-    assert lines[2]["accuracy"] is None  # nobody grades
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["reward"] == pytest.approx(lines[1]["rewards/exact/mean"] + 0.25 * lines[1]["rewards/length/mean"])
+    assert lines[1]["accuracy"] is None  # nobody grades
     assert seen["prompt"] in [row["prompt"] for row in CHATS]  # no system message was added
     assert seen["completion"][0]["role"] == "assistant"
     assert len(seen["answers"]) == 4 and set(seen["answers"]) <= {row["answer"] for row in CHATS}
@@ -119,7 +119,7 @@ def test_a_run_is_resumed_by_the_same_rows_alone(tmp_path):
     resumed = qerl.Trainer("embedded", length, again, CHATS, resume=True)
     assert resumed.step == 1
     lines = resumed.train()
-    assert [line["reward"] for line in lines[1:]] == [line["reward"] for line in unbroken[1:]]
+    assert [line["reward"] for line in lines] == [line["reward"] for line in unbroken]
 
 
 @pytest.mark.parametrize(

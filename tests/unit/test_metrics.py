@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from qerl.metrics import METRICS, check_names, describe
 from qerl.report.panels import PANELS
 from qerl.rl.loss import LossSums
 from qerl.rl.rollout import Rollout
-from qerl.rl.summary import UpdateTotals, rollout_metrics
+from qerl.rl.summary import CONSTANT_STEPS, UpdateTotals, constant_since, rollout_metrics
 from qerl.tasks import load_task
 from qerl.types import Completion, RolloutGroup
 
@@ -89,6 +90,19 @@ def test_every_metric_of_a_rollout_has_a_row():
     group.texts = [f"It is {group.example.columns['answer']}.", "b"]  # right, outside the tags
     assert rollout_metrics(rollout, task)["accuracy"] == 0
     assert rollout_metrics(rollout, task, require_tags=False)["accuracy"] == 0.5
+
+
+def test_a_reward_function_is_constant_after_enough_steps_without_a_difference():
+    def rows(*stds: float, mean: float | None = 0.0) -> list[dict]:
+        values = [{"rewards/f/std": std, "rewards/f/mean": mean} for std in stds]
+        return [{"step": 0}] + [{"step": i + 1} | row for i, row in enumerate(values)]
+
+    assert constant_since(rows(0.5, *[0.0] * CONSTANT_STEPS), "f") == 2
+    assert constant_since(rows(*[0.0] * (CONSTANT_STEPS + 5)), "f") == 1
+    assert constant_since(rows(*[0.0] * (CONSTANT_STEPS - 1)), "f") is None
+    assert constant_since(rows(*[0.0] * CONSTANT_STEPS, 0.1), "f") is None  # it differs again
+    for nothing in (None, math.nan):  # no value at all
+        assert constant_since(rows(*[0.0] * CONSTANT_STEPS, mean=nothing), "f") is None
 
 
 def test_every_metric_of_an_update_has_a_row():

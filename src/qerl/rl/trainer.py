@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -55,7 +56,7 @@ from qerl.rl.checkpoint import (
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
 from qerl.rl.optimizer import check_optimizer
 from qerl.rl.rollout import PromptStream, Rollout, collect_groups
-from qerl.rl.summary import rollout_metrics
+from qerl.rl.summary import CONSTANT_STEPS, constant_since, rollout_metrics
 from qerl.rl.trackers import Trackers, check_installed
 from qerl.rl.update import Learner, NotFinite, Watch
 from qerl.tasks import Task, load_task
@@ -133,6 +134,8 @@ class Trainer:
         self.step = 0
         self.pending: dict[str, Any] | None = {"step": 0}  # metrics of a step that is not evaluated and logged yet
         self.steps_without_signal = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=CONSTANT_STEPS)  # metrics of the newest steps
+        self.called_constant: set[str] = set()
         self.stop_requested = False
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -242,20 +245,24 @@ class Trainer:
             "step": self.step,
             "data/position": self.stream.position,
             "data/too_long": self.stream.num_too_long,
-            "noise/sigma": draw.sigma if draw else 0.0,
-            "noise/vectors": report.num_noised_vectors,
-            "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
             "tokens_per_second": rollout.num_new_tokens / rollout_seconds,
             "micro_batch_tokens": self.learner.micro_batch_tokens,
             "time/rollout": rollout_seconds,
             "time/update": update_seconds,
         }
+        if config.noise.enabled:
+            metrics |= {
+                "noise/sigma": draw.sigma if draw else 0.0,
+                "noise/vectors": report.num_noised_vectors,
+                "noise/relative": relative_noise(self.model, draw) if draw else 0.0,
+            }
         if self.device.type == "cuda":
             metrics |= {name: max(size, rollout_peaks[name]) for name, size in _gpu_peaks(self.device).items()}
             torch.cuda.empty_cache()  # what activations leave behind makes room for keys and values
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
         self._warn_without_signal(rollout)
+        self._warn_of_constant_rewards(metrics)
         mismatch_kl = metrics.get("mismatch_kl", math.nan)
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
         if "mismatch_kl" in metrics:  # not where no completion was trained on
@@ -273,6 +280,18 @@ class Trainer:
                 f"{self.log.completions_path}; is the task too hard or too easy, or does the prompt not ask for what "
                 "the reward functions look for?"
             )
+
+    def _warn_of_constant_rewards(self, metrics: dict[str, Any]) -> None:
+        """Say once of a reward function that it has stopped teaching; the others may hide it."""
+        self.recent.append(metrics)
+        for spec in self.rewards.specs:
+            name = spec.name
+            if spec.weight and name not in self.called_constant and constant_since(self.recent, name) is not None:
+                self.called_constant.add(name)
+                self.display.warning(
+                    f"reward {name}: all completions of the last {CONSTANT_STEPS} steps got the same value, "
+                    f"{metrics[f'rewards/{name}/mean']:g}: it teaches nothing any more, since no group differs in it"
+                )
 
     # ------------------------------------------------------------------ noise
 
@@ -313,9 +332,10 @@ class Trainer:
             if self.step == 0:
                 self.display.message(f"measuring accuracy on {len(self.eval_examples)} held-out problems first")
             metrics = metrics | self._evaluate()
-        self.log.write_metrics(metrics)
-        self.trackers.write(metrics)
-        self.display.step(metrics)
+        if metrics.keys() > {"step"}:  # step 0 without an evaluation has nothing to tell
+            self.log.write_metrics(metrics)
+            self.trackers.write(metrics)
+            self.display.step(metrics)
         self.pending = None
         if self.step == last or (self.step and self.step % self.config.save_every == 0):
             self._save()

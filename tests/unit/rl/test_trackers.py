@@ -293,7 +293,7 @@ def test_a_run_reports_what_it_writes(tmp_path, recorder):
     lines = qerl.Trainer("embedded", length, args, ROWS).train()
     reported = {step: row for _, row, step in filter(is_log, calls)}
     assert reported[2] == {
-        tracker_name(name): value for name, value in lines[2].items() if value is not None and name != "step"
+        tracker_name(name): value for name, value in lines[1].items() if value is not None and name != "step"
     }
     # Other trackers do not make it another run: it can be resumed with them.
     qerl.Trainer("embedded", length, config(tmp_path / "run", save_every=1, **TINY), ROWS, resume=True)
