@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -15,7 +18,7 @@ from qerl.config import RunConfig
 from qerl.report import html
 from qerl.report.html import write_report
 from qerl.report.panels import PANELS, Curve, expand, running_mean
-from qerl.report.plot import plot_run
+from qerl.report.plot import plot_run, scale_by_span
 from qerl.report.runs import read_runs
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u2028 & 'quotes' \"double\""
@@ -153,10 +156,47 @@ def test_headlines_tell_before_and_after(tmp_path):
     )
     assert figures["reward"].value == "0.10 → 0.60"
     assert figures["steps"].value == "6 of 6"
-    assert figures["steps"].detail == "in 0:28; 3.0 s a step"  # six steps, two evaluations of 5 s
-    assert figures["sampling"].detail == "12,000 tokens sampled"
+    assert figures["steps"].detail == "in 0:28; median step 3.0 s"  # six steps, two evaluations of 5 s
+    assert figures["sampling"].detail == "median step; 12,000 tokens sampled"
     assert figures["memory"].value == "2.00 GB"
     assert "held out, greedy" not in figures
+
+
+def rewritten(folder: Path, change: Callable[[dict], dict]) -> Path:
+    """The run with every line of its metrics changed, but for step 0."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [change(row) if row["step"] else row for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_slow_first_step_leaves_the_others_height(tmp_path):
+    plain = write_run(tmp_path / "plain")
+    slow = rewritten(write_run(tmp_path / "slow"), lambda row: row | {"time/rollout": 90.0 if row["step"] == 1 else 2})
+    assert Page(write_report([plain])).panel("time by phase")["top"] is None
+    assert Page(write_report([slow])).panel("time by phase")["top"] == pytest.approx(1.05 * 8)  # with the evaluation
+
+
+@pytest.mark.parametrize(("weights", "named"), [(None, True), ([0.0, 1.0], False), ([1.0, 0.0], True)])
+def test_a_reward_function_that_became_constant_is_noted(tmp_path, weights, named):
+    settings = {"rewards": {"functions": ["a:format", "a:mine"], "weights": weights}}
+    folder = rewritten(
+        write_run(tmp_path / "run", steps=30, asked=30, settings=settings),
+        lambda row: row | {"rewards/format/std": 0.1 if row["step"] < 5 else 0.0, "rewards/mine/std": 0.1},
+    )
+    text = Page(write_report([folder])).text
+    note = "reward format: since step 5 all completions of a step got the same value, 0.5 in the last one"
+    assert (note in text) is named
+    assert "reward mine" not in text
+
+
+def test_a_picture_leaves_out_what_a_run_does_not_have(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("qerl.report.plot._draw", lambda axis, panel, run: drawn.append(panel.title))
+    folder = write_run(tmp_path / "run")
+    plot_run(folder)
+    plot_run(rewritten(folder, lambda row: {name: row[name] for name in row if not name.startswith("noise/")}))
+    assert drawn == ["reward", "accuracy", "noise", "mismatch KL", "reward", "accuracy", "mismatch KL"]
 
 
 def test_an_unfinished_run_is_called_so(tmp_path):
@@ -252,6 +292,23 @@ def test_running_mean_spans_a_tenth_and_passes_over_gaps():
     assert means[0] == 0.5 and means[10] == 10.0 and means[19] == 18.5
     assert means[5] == 5.0 and means[4] == 3.5
     assert running_mean([None] * 20) == [None] * 20
+
+
+@pytest.mark.parametrize(
+    ("span", "scale"), [(1.5, "linear"), (9.0, "linear"), (20.0, "log"), (1e4, "log"), (1e12, "log")]
+)
+def test_labels_of_an_axis_fit_its_span(span, scale):
+    figure, axis = pyplot.subplots(figsize=(4, 3))
+    axis.plot([0, 1], [2.3e-4, 2.3e-4 * span])
+    scale_by_span(axis, span)
+    assert axis.get_yscale() == scale
+    figure.canvas.draw()
+    low, high = axis.get_ylim()
+    labels = [t for t in axis.yaxis.get_ticklabels(which="both") if t.get_text() and low <= t.get_position()[1] <= high]
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert len(boxes) >= 3 and len({label.get_text() for label in labels}) == len(labels)
+    assert all(below.y1 < above.y0 for below, above in pairwise(boxes))
+    pyplot.close(figure)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 40])

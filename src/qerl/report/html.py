@@ -24,7 +24,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from qerl.config import RunConfig
-from qerl.report.panels import PALETTE, PANELS, expand, running_mean
+from qerl.report.panels import PALETTE, PANELS, Panel, expand, running_mean
 from qerl.report.runs import Headline, Run, read_runs
 from qerl.rl.log import read_completions, write_completions_parquet
 
@@ -110,11 +110,21 @@ def _panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     "percent": panel.percent,
                     "stacked": panel.stacked,
                     "counts": panel.counts,
+                    "top": _top(panel, runs) if panel.slow_start else None,
                     "curves": len(curves),
                     "traces": traces,
                 }
             )
     return panels
+
+
+def _top(panel: Panel, runs: Sequence[Run]) -> float | None:
+    """Where the axis ends, if a first step would leave all others no height; None: behind the highest."""
+    rows = [row for run in runs for row in run.rows]
+    sums = [(row["step"], sum(row.get(curve.metric) or 0 for curve in panel.curves)) for row in rows]
+    highest = max((value for _, value in sums), default=0)
+    later = max((value for step, value in sums if step > 1), default=highest)
+    return 1.05 * later if highest > 2 * later else None
 
 
 def _short(value: float | None) -> float | None:
@@ -162,7 +172,8 @@ def _state(run: Run, *, named: bool) -> str:
     if run.device:
         what.append(run.device)
     swatch = '<i class="swatch"></i>' if named else ""
-    return f"<li>{swatch}{f'<b>{escape(run.name)}</b> · ' if named else ''}{escape(' · '.join(what))}</li>"
+    lines = [f"{swatch}{f'<b>{escape(run.name)}</b> · ' if named else ''}{escape(' · '.join(what))}"]
+    return "".join(f"<li>{line}</li>" for line in lines + [f"<b>note</b> {escape(note)}" for note in run.notes()])
 
 
 def _headline(runs: Sequence[Run]) -> str:

@@ -51,6 +51,8 @@ class Panel(NamedTuple):
     """Whether it counts what went wrong: a curve that is zero throughout is left out."""
     smooth: bool = False
     """Whether single steps scatter so much that a running mean is drawn over them."""
+    slow_start: bool = False
+    """Whether the first step may leave the picture: it compiles kernels and captures graphs."""
     scale: float = 1.0
     """Factor between the metric and what is shown."""
     picture: bool = False
@@ -76,7 +78,7 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "entropy",
         "nats a token",
-        (Curve("entropy", "trained policy"), Curve("rollout_entropy", "rollout policy (noisy)", dashed=True)),
+        (Curve("entropy", "trained policy"), Curve("rollout_entropy", "rollout policy", dashed=True)),
         picture=True,
     ),
     Panel(
@@ -146,6 +148,7 @@ PANELS: tuple[Panel, ...] = (
         "s",
         (Curve("time/rollout", "rollout"), Curve("time/update", "update"), Curve("time/eval", "evaluation")),
         stacked=True,
+        slow_start=True,
     ),
     Panel("sampling speed", "tokens/s", (Curve("tokens_per_second", "tokens/s"),)),
     Panel(

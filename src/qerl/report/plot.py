@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from pathlib import Path
 
 import matplotlib
@@ -10,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from qerl.report.panels import PALETTE, PANELS, Panel, expand, running_mean
 from qerl.report.runs import Run, read_runs
@@ -22,13 +23,17 @@ INK, SOFT, LINE = "#1c2430", "#5c6776", "#dde2e8"  # the page's, on light
 def plot_run(output_dir: Path) -> Path:
     """Write <output_dir>/plot.png; returns its path. ValueError when the folder holds no metrics."""
     (run,) = read_runs([output_dir])
-    panels = [panel for panel in PANELS if panel.picture]
+    pictured = [panel for panel in PANELS if panel.picture]
+    panels = [panel for panel in pictured if expand(panel.curves, run.metrics)] or pictured
     columns = 3
     rows = math.ceil(len(panels) / columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(13, 3.1 * rows), squeeze=False)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        _draw(axis, panel, run)
+    for axis, panel in zip_longest(axes.flat, panels):
+        if panel is None:
+            axis.remove()
+        else:
+            _draw(axis, panel, run)
     path = output_dir / "plot.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -56,12 +61,24 @@ def _draw(axis: Axes, panel: Panel, run: Run) -> None:
     if panel.percent:
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.set_ylim(bottom=0)
-    if panel.logarithmic and any(value > 0 for curve in curves for value in run.values(curve.metric)):
-        axis.set_yscale("log")
+    positive = [value for curve in curves for value in run.values(curve.metric) if value > 0]
+    if panel.logarithmic and positive:
+        scale_by_span(axis, max(positive) / min(positive))
     if not curves:
         axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color=SOFT, fontsize=9)
     if len(curves) > 1:
         axis.legend(fontsize=9, frameon=False, labelcolor=SOFT)
+
+
+def scale_by_span(axis: Axes, span: float) -> None:
+    """A logarithmic axis from a decade on; within one, its labels would be too few or run into each other."""
+    if span < 10:
+        axis.yaxis.set_major_formatter("{x:.3g}")
+        return
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if span < 1000 else (1,)))
+    axis.yaxis.set_major_formatter("{x:.0e}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def dress(axis: Axes, title: str, unit: str) -> None:

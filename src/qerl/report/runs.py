@@ -8,15 +8,17 @@ by hand) has curves all the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from qerl.live import clock
 from qerl.rl.log import read_metrics, read_run
+from qerl.rl.summary import constant_since
 
 
 class Headline(NamedTuple):
@@ -87,15 +89,31 @@ class Run:
         if seconds := sum(times) + sum(self.values("time/eval")):
             details.append(f"in {clock(seconds)}")
         if times:
-            details.append(f"{fmean(times):.1f} s a step")
+            details.append(f"median step {median(times):.1f} s")  # the first one compiles kernels and captures graphs
         figures.append(Headline("steps", f"{self.step}{of}", "; ".join(details)))
         if speeds := self.values("tokens_per_second"):
             tokens = sum(self.values("completions/new_tokens"))
-            figures.append(Headline("sampling", f"{fmean(speeds):,.0f} tokens/s", f"{tokens:,.0f} tokens sampled"))
+            detail = f"median step; {tokens:,.0f} tokens sampled"
+            figures.append(Headline("sampling", f"{median(speeds):,.0f} tokens/s", detail))
         for name, what in (("memory/reserved", "GPU, peak"), ("memory/rss", "process, peak")):
             if peaks := self.values(name):
                 figures.append(Headline("memory", f"{max(peaks) / 1e9:.2f} GB", what))
         return figures
+
+    def notes(self) -> list[str]:
+        """What its curves hide: reward functions that are paid and have become constant."""
+        last = self.rows[-1] if self.rows else {}
+        names = [match[1] for name in last if (match := re.fullmatch("rewards/(.+)/std", name))]
+        weights = self.config.get("rewards", {}).get("weights") or [1.0] * len(names)
+        notes = []
+        for name, weight in zip(names, weights, strict=False):  # both in the order of the functions
+            if weight and (since := constant_since(self.rows, name)) is not None:
+                notes.append(
+                    f"reward {name}: since step {since} all completions of a step got the same value, "
+                    f"{last[f'rewards/{name}/mean']:g} in the last one: it teaches nothing any more, since no group "
+                    "differs in it"
+                )
+        return notes
 
     def _before_after(self, name: str, label: str) -> list[Headline]:
         rows = [row for row in self.rows if row.get(name) is not None]
