@@ -113,7 +113,8 @@ def measure(
     row: dict[str, Any] = {}
     pair = open_pair(config, against)
     weights = compare_weights(*pair)
-    row["bits"], row["sqnr_db"] = weights.bits, weights.total.sqnr_db
+    sqnr = weights.total.sqnr_db
+    row["bits"], row["sqnr_db"] = weights.bits, sqnr if math.isfinite(sqnr) else None  # bf16 has no error
     clock.lap("weights")
     seen = compare_text(*pair, held_out, length=options.length, max_windows=options.windows)
     row |= {"perplexity": math.exp(seen.mean["nll"]), "kl": seen.mean["kl"], "entropy": seen.mean["entropy"]}
@@ -140,7 +141,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("| | bits | SQNR dB | perplexity | KL | top-1 | entropy | GSM8K greedy |\n|---|---|---|---|---|---|---|---|")
     labels = [label for label, *_ in ROWS]
     for row in sorted(rows, key=lambda row: labels.index(row["label"])):
-        sqnr = "-" if math.isinf(row["sqnr_db"]) else f"{row['sqnr_db']:.2f}"
+        sqnr = "-" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}"
         cells = [f"{row['bits']:.2f}", sqnr, f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
         cells += [f"{row['agreement']:.1%}", f"{row['entropy']:.3f}", accuracy(row)]
         print(f"| {row['label']} | {' | '.join(cells)} |")
@@ -189,7 +190,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
             done.append({"label": label, **row})
             with options.out.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
+                file.write(json.dumps(done[-1], allow_nan=False) + "\n")
             print(label, done[-1], flush=True)
         shutil.rmtree(options.scratch)
     print_table(done)

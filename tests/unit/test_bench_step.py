@@ -187,3 +187,12 @@ def test_the_largest_sizes_of_an_endurance_run_come_before_its_last_window(tmp_p
         sizes.append((tokens, logits, max(sequence.num_tokens for sequence in sequences)))
     before, last = (list(map(max, *part)) for part in (sizes[: endurance.WINDOWS[-2]], sizes[endurance.WINDOWS[-2] :]))
     assert all(late <= 1.01 * early for early, late in zip(before, last, strict=True)), (before, last)
+
+
+def test_recorded_results_are_strict_json():
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            json.loads(line, parse_constant=refuse)
