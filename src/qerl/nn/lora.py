@@ -8,7 +8,8 @@ what `lora_factors` hands it. One term is rounded, then the other is added to it
 
     y  = scaling * u B^T;    y += base(x)           in place, over a packed base up to rank 64: the engine's product
                                                     (kernels/w4a16) has both in one fp32 sum
-    y  = base(x);    y += scaling * u B^T           in place, over any other, as the engine there
+    y  = base(x);    y += scaling * u B^T           in place, over any other, as the engine there; and under
+                                                    torch.compile, whose operator adds to nothing
 
 The order matters. A young adapter's part is smaller than half a step of base(x) in bf16. Added behind a rounding it is
 lost, everywhere, and a policy that samples with it is another than the one that is trained.
@@ -101,8 +102,9 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> Tensor:
         u = F.linear(x.flatten(0, -2), a.to(x.dtype))
         b_rounded = b.to(x.dtype).T
-        if isinstance(base, PackedLinear) and isinstance(base.packed, PackedWeight) and u.shape[1] <= MAX_RANK:
-            y = torch.addmm(u.new_empty(()), u, b_rounded, beta=0, alpha=scaling).view(*x.shape[:-1], -1)
+        if isinstance(base, PackedLinear) and _takes_adapter(base, len(a)):
+            y = x.new_empty(*x.shape[:-1], base.out_features)
+            y.flatten(0, -2).addmm_(u, b_rounded, beta=0, alpha=scaling)
             base.add_product_(y, x)
         else:
             y = base.product(x) if isinstance(base, PackedLinear) else F.linear(x, base.weight, bias)
@@ -128,6 +130,11 @@ class _AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             db = _product_in_fp32(dy.T, u).mul_(ctx.scaling).to(b.dtype)
         return dx, None, dbias, da, db, None
+
+
+def _takes_adapter(base: PackedLinear, rank: int) -> bool:
+    """Whether the engine's product has the adapter in its sum; a compiler's operator has none with a gradient."""
+    return isinstance(base.packed, PackedWeight) and rank <= MAX_RANK and not torch.compiler.is_compiling()
 
 
 def _product_in_fp32(left: Float[Tensor, "m k"], right: Float[Tensor, "k n"]) -> Float32[Tensor, "m n"]:

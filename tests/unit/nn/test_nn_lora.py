@@ -169,6 +169,46 @@ def test_a_young_adapter_counts_before_the_rounding():
     assert abs(change.mean() - 2**-8) < 2**-8 / 20
 
 
+def packed_linear():
+    """[128, 64] with a bias, and an adapter for it."""
+    generator = torch.Generator().manual_seed(0)
+    codes = NVFP4().quantize(torch.randn(128, 64, generator=generator))
+    a, b = (torch.randn(size, generator=generator, requires_grad=True) for size in ((4, 64), (128, 4)))
+    return PackedLinear(frozen_weights([codes])[0], torch.randn(128, generator=generator)), LoraFactors(a, b, 0.7)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_no_tokens_are_no_output(shape):
+    base, factors = packed_linear()
+    y = adapted_product(torch.zeros(shape, requires_grad=True), base, factors)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 128) and not factors.a.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
+def test_the_output_may_be_added_to_in_place(shape):
+    base, factors = packed_linear()
+    y = adapted_product(torch.ones(shape), base, factors)
+    y += 1
+    y.sum().backward()
+    assert factors.b.grad.any()
+
+
+def test_a_compiler_sees_a_packed_product_as_one_operator():
+    base, factors = packed_linear()
+    names: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
+        graphs = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        names.update(str(node.target) for one in graphs for node in one.graph.nodes)
+        return graph
+
+    x = torch.randn(5, 64, requires_grad=True)
+    y = torch.compile(lambda x: adapted_product(x, base, factors), backend=backend, fullgraph=True)(x)
+    assert "qerl.w4a16" in names
+    torch.testing.assert_close(y, adapted_product(x, base, factors))
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "nf4", "bf16"])
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
 def test_gradients_are_autograds_of_the_equation(format, shape):
