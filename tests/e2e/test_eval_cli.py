@@ -145,3 +145,11 @@ def test_other_problems_are_not_compared(measured):
     with pytest.raises(ValueError, match="different problems"):
         qerl("embedded", "task.difficulty=1", "--limit", "2", "--samples", "0",
              "--compare", str(measured[0] / "results.parquet"))  # fmt: skip
+
+
+def test_what_was_measured_is_printed_before_a_comparison_fails():
+    result = CliRunner().invoke(
+        app, ["eval", "embedded", "task.difficulty=1", "--limit", "2", "--samples", "0", "--compare", "nowhere"]
+    )
+    assert "nowhere is not the folder" in str(result.exception)
+    assert re.search(r"^greedy +\d", result.output, re.MULTILINE)

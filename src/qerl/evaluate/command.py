@@ -88,14 +88,13 @@ def run(settings: Settings) -> dict[str, Any]:
         _write(first, settings.output_dir, RESULTS)
     else:
         first = _sample(settings, task, settings.model, settings.adapter, RESULTS)
+    grading: Grading = "tag_free" if settings.tag_free else "tagged"
+    print_evaluations(f"{task.name}: {first.name}", first.evaluations, grading)  # before the second, which may fail
     second = _second(settings, task)
     compared = {} if second is None else {g: _changes(first, second, g) for g in GRADINGS}
-
-    grading: Grading = "tag_free" if settings.tag_free else "tagged"
     policies = [first] if second is None else [first, second]
-    for measured in policies:
-        print_evaluations(f"{task.name}: {measured.name}", measured.evaluations, grading)
     if second is not None:
+        print_evaluations(f"{task.name}: {second.name}", second.evaluations, grading)
         for key in (key for key in HOW if first.settings[key] != second.settings[key]):
             print(f"note: {key} differs: {first.settings[key]} and {second.settings[key]}")
         num_problems = len(next(iter(first.evaluations.values())).problems)
