@@ -56,7 +56,7 @@ def test_a_reward_function_that_teaches_nothing_is_named_once(rewards, tmp_path,
     _, said = train(
         tmp_path / "run", f'rewards.functions=["{rewards}:same","{rewards}:half"]', f"rewards.weights=[{weight},1]"
     )
-    assert said.count("reward same: all completions of the last 2 steps got the same value, 1: it") == told
+    assert said.count("reward same: in each of the last 2 steps all completions got the same value, 1 in") == told
     assert "reward half:" not in said
 
 

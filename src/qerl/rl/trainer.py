@@ -289,8 +289,9 @@ class Trainer:
             if spec.weight and name not in self.called_constant and constant_since(self.recent, name) is not None:
                 self.called_constant.add(name)
                 self.display.warning(
-                    f"reward {name}: all completions of the last {CONSTANT_STEPS} steps got the same value, "
-                    f"{metrics[f'rewards/{name}/mean']:g}: it teaches nothing any more, since no group differs in it"
+                    f"reward {name}: in each of the last {CONSTANT_STEPS} steps all completions got the same value, "
+                    f"{metrics[f'rewards/{name}/mean']:g} in this one: it teaches nothing any more, since no group "
+                    "differs in it"
                 )
 
     # ------------------------------------------------------------------ noise
