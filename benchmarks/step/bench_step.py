@@ -4,8 +4,8 @@
 
     fit        models that have to fit a card: every part's peak beside its plan (`below_cap`, `parts`)
     speed      seconds of a step over NVFP4, bf16 and NF4 bases, 8 completions x 2,048 tokens and 32 x 1,024. Nothing is
-               recomputed, since a large card has the memory (--set changes that), and the micro-batches are as few as
-               141 GB allow beside the base. Over NF4, the slow one, completions end after 256 tokens (`new_tokens`
+               recomputed, since a large card has the memory (--set changes that), and micro-batches of 32B are as few
+               as 141 GB allow beside the base. Over NF4, the slow one, completions end after 256 tokens (`new_tokens`
                of the record)
     mfu        the update of 2 x 16k tokens: its share of the card's measured bf16 rate
     endurance  300 steps of varying lengths: whether memory stays flat
