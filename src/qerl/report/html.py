@@ -119,7 +119,7 @@ def _panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _top(panel: Panel, runs: Sequence[Run]) -> float | None:
-    """Where the axis ends, if a first step would leave all others no height; None: behind the highest."""
+    """Where the axis ends, if the start would leave all other steps no height; None: behind the highest."""
     rows = [row for run in runs for row in run.rows]
     sums = [(row["step"], sum(row.get(curve.metric) or 0 for curve in panel.curves)) for row in rows]
     highest = max((value for _, value in sums), default=0)

@@ -52,7 +52,7 @@ class Panel(NamedTuple):
     smooth: bool = False
     """Whether single steps scatter so much that a running mean is drawn over them."""
     slow_start: bool = False
-    """Whether the first step may leave the picture: it compiles kernels and captures graphs."""
+    """Whether the start may leave the picture: an evaluation, and a first step that compiles and captures graphs."""
     scale: float = 1.0
     """Factor between the metric and what is shown."""
     picture: bool = False
