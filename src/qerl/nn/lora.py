@@ -7,7 +7,8 @@ equation and its gradient in as few passes over memory as the products need, and
 what `lora_factors` hands it. One term is rounded, then the other is added to it in fp32, and the sum rounded:
 
     y  = scaling * u B^T;    y += base(x)           in place, over a packed base up to rank 64: the engine's product
-                                                    (kernels/w4a16) has both in one fp32 sum
+                                                    (kernels/w4a16) has both in one fp32 sum, unless q, k, v or
+                                                   gate, up, which it takes together, have a higher rank among them
     y  = base(x);    y += scaling * u B^T           in place, over any other, as the engine there; and under
                                                     torch.compile, whose operator adds to nothing
 
