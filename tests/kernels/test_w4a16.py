@@ -205,6 +205,9 @@ def test_shapes_that_do_not_fit_are_refused():
         w4a16_input_grad(torch.zeros(3, 64), weight)
     with pytest.raises(ValueError, match=r"shape \[3, 64\] against a weight of shape \[128, 64\]: wants \[.., 128\]"):
         w4a16_add_(torch.zeros(3, 64), torch.zeros(3, 64), weight)
+    for y in (torch.zeros(4, 128), torch.zeros(3, 128).bfloat16(), torch.zeros(128, 3).T):
+        with pytest.raises(ValueError, match="cannot take a product of"):
+            w4a16_add_(y, torch.zeros(3, 64), weight)
 
 
 def test_another_device_is_refused():

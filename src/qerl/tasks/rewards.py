@@ -321,7 +321,7 @@ class RewardRunner:
 def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[RewardSpec]:
     """Return the configured functions with their weights, or the task's own (`default`) when none is named.
 
-    ValueError for a function that cannot be loaded, or for a wrong number of weights.
+    ValueError: a function that cannot be loaded, an argument that a built-in one has not, a wrong number of weights.
     """
     if config.functions:
         specs = [RewardSpec(place.rpartition(":")[2], load_reward(place)) for place in config.functions]
@@ -333,6 +333,8 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
             f"rewards.arguments: no reward function is called {unknown[0]!r}; there are {', '.join(names)}"
         )
     specs = [replace(spec, arguments=config.arguments.get(spec.name, {})) for spec in specs]
+    for spec in specs:
+        _check_built_in(spec)
     if config.weights is None:
         return specs
     if len(config.weights) != len(specs):
@@ -341,6 +343,20 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
             f"{', '.join(spec.name for spec in specs)}: give one weight a function"
         )
     return [replace(spec, weight=weight) for spec, weight in zip(specs, config.weights, strict=True)]
+
+
+def _check_built_in(spec: RewardSpec) -> None:
+    """ValueError for an argument that a function of this package does not name: its **kwargs would swallow it."""
+    if not getattr(spec.function, "__module__", "").startswith("qerl."):
+        return
+    names = [p.name for p in inspect.signature(spec.function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    for argument in spec.arguments:
+        if argument not in names:
+            near = difflib.get_close_matches(argument, names, n=1)
+            raise ValueError(
+                f"rewards.arguments: {spec.name} has no argument {argument!r}"
+                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}")
+            )
 
 
 def load_reward(place: str) -> Callable[..., Any]:

@@ -153,6 +153,20 @@ def test_constants_come_from_the_config(reward_file):
         RewardRunner(reward_specs(config, default=[]), columns=["answer"], max_steps=1)
 
 
+def test_an_argument_that_a_built_in_function_has_not_is_refused():
+    """Its **kwargs would swallow it, and the answer's tags would be asked for without a word."""
+    config = RewardConfig(
+        functions=["qerl.tasks.rewards:numeric_reward"], arguments={"numeric_reward": {"require_tag": False}}
+    )
+    with pytest.raises(ValueError, match=r"numeric_reward has no argument 'require_tag'; did you mean require_tags\?"):
+        reward_specs(config, default=[])
+    config.arguments = {"numeric_reward": {"loud": True}}
+    with pytest.raises(ValueError, match=r"no argument 'loud'; it has completions, answer, require_tags"):
+        reward_specs(config, default=[])
+    config.arguments = {"numeric_reward": {"require_tags": False}}
+    assert reward_specs(config, default=[])[0].arguments == {"require_tags": False}
+
+
 def test_a_function_that_changes_its_arguments_changes_no_training_data():
     def reward(completions, completion_ids, **kwargs):
         completion_ids[0].clear()

@@ -17,11 +17,13 @@ Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + 
     CUDA from sm_80, bf16         more     dense.py: kernels/dequant into the scratch buffer, then cuBLAS
     anything else                          reference.py: in float32; on a GPU with a warning, once
 
-`_product` chooses. The gradient, and a product that is added to something (`w4a16_add_`: training with adapters), go
-through the scratch buffer always: training has many tokens.
+`_product` chooses. The gradient, and a product that is added to something (`w4a16_add_`: the trainer's linears with
+adapters), go through the scratch buffer always: training has many tokens. (Sampling through the trainer's model, for
+architectures that the engine does not know, has few, and pays for it.)
 
-In eager code neither function records a graph for autograd: nn/linear.py has the autograd function. While a compiler
-traces, both are one operator (ops.py) with an autograd formula.
+In eager code no function records a graph for autograd: nn/linear.py and nn/lora.py have the autograd functions. While a
+compiler traces, `w4a16` and `w4a16_input_grad` are one operator each (ops.py), with an autograd formula; `w4a16_add_`
+has none, and is not called.
 """
 
 from __future__ import annotations
@@ -108,6 +110,11 @@ def w4a16_add_(
     """
     _check(x, weight.columns, weight)
     _check(y, weight.shape[0], weight)
+    if y.shape[:-1] != x.shape[:-1] or y.dtype != x.dtype or not y.is_contiguous():
+        raise ValueError(
+            f"y {list(y.shape)}, {y.dtype}, cannot take a product of {list(x.shape)}, {x.dtype}: it wants the same "
+            "batch and dtype, contiguous"
+        )
     if bias is not None:
         _check_bias(bias, x, weight)
     add = w4a16_add_dense_ if _on_tensor_cores(x.device, x.dtype) else w4a16_add_reference_
