@@ -99,7 +99,7 @@ DATA = {  # what is in place of each path: rows of its format
 }
 MODELS = ("MODEL", "models/Qwen2.5-0.5B-Instruct", "models/Qwen2.5-1.5B-Instruct", "models/Qwen2.5-3B-Instruct",
           "models/Qwen2.5-7B-Instruct", "models/Qwen2.5-14B-Instruct", "models/Qwen2.5-32B-Instruct")  # fmt: skip
-RUNS = ("runs/demo", "runs/gsm8k-0.5b", "runs/gsm8k-7b", "runs/bigmath-14b")
+RUNS = ("runs/demo", "runs/gsm8k-0.5b", "runs/gsm8k-0.5b-nvfp4", "runs/gsm8k-7b", "runs/bigmath-14b")
 
 
 def commands(page: Path) -> list[list[str]]:
