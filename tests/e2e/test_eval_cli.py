@@ -147,9 +147,21 @@ def test_other_problems_are_not_compared(measured):
              "--compare", str(measured[0] / "results.parquet"))  # fmt: skip
 
 
-def test_what_was_measured_is_printed_before_a_comparison_fails():
+def test_what_was_measured_is_printed_before_a_comparison_fails(measured):
+    other = str(measured[0] / "results.parquet")
     result = CliRunner().invoke(
-        app, ["eval", "embedded", "task.difficulty=1", "--limit", "2", "--samples", "0", "--compare", "nowhere"]
+        app, ["eval", "embedded", "task.difficulty=1", "--limit", "2", "--samples", "0", "--compare", other]
     )
-    assert "nowhere is not the folder" in str(result.exception)
+    assert "different problems" in str(result.exception)
     assert re.search(r"^greedy +\d", result.output, re.MULTILINE)
+
+
+def test_what_cannot_be_compared_is_told_before_anything_is_measured(tmp_path, adapters):
+    (tmp_path / "adapter").symlink_to(adapters["broken"])
+    for other, message in (
+        ("nowhere", "--compare nowhere: neither an adapter's folder nor a model's"),
+        ("gone.parquet", "--compare gone.parquet: there is no such file"),
+        (str(tmp_path), f"did you mean {tmp_path}/adapter?"),
+    ):
+        result = CliRunner().invoke(app, ["eval", "embedded", "--limit", "2", "--samples", "0", "--compare", other])
+        assert message in str(result.exception) and "greedy" not in result.output

@@ -81,6 +81,7 @@ class Measured:
 
 def run(settings: Settings) -> dict[str, Any]:
     """Measure, print, write; returns what summary.json holds. ValueError for settings that cannot be."""
+    _check_second(settings)
     _claim(settings.output_dir)
     task = load_task(settings.task, settings.seed)
     if settings.from_parquet is not None:
@@ -200,6 +201,27 @@ def _sample(settings: Settings, task: Task, model: ModelConfig, adapter: Path | 
     return measured
 
 
+def _check_second(settings: Settings) -> None:
+    """ValueError for a policy to compare with that is none, before the first one is sampled."""
+    if settings.compare_with is None:
+        return
+    path = Path(settings.compare_with)
+    if path.suffix == ".parquet":
+        if not path.is_file():
+            raise ValueError(f"--compare {path}: there is no such file")
+    elif settings.from_parquet is not None:
+        raise ValueError(f"--compare {path}: completions of a file are compared with those of another .parquet file")
+    elif settings.compare_with != "embedded" and not any(
+        (path / name).is_file() for name in ("adapter_config.json", "config.json")
+    ):
+        inside = path / "adapter"
+        found = (inside / "adapter_config.json").is_file()
+        raise ValueError(
+            f"--compare {path}: neither an adapter's folder nor a model's (there is no adapter_config.json or "
+            "config.json), nor a .parquet file of an evaluation" + (f"; did you mean {inside}?" if found else "")
+        )
+
+
 def _second(settings: Settings, task: Task) -> Measured | None:
     """The policy to compare with, if one is asked for."""
     if settings.compare_with is None:
@@ -207,8 +229,6 @@ def _second(settings: Settings, task: Task) -> Measured | None:
     path = Path(settings.compare_with)
     if path.suffix == ".parquet":
         return _read(path, task)
-    if settings.from_parquet is not None:
-        raise ValueError(f"--compare {path}: completions of a file are compared with those of another .parquet file")
     if (path / "adapter_config.json").is_file():
         return _sample(settings, task, settings.model, path, COMPARE)
     model = settings.model.model_copy(update={"path": settings.compare_with})

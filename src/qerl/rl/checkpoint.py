@@ -12,22 +12,29 @@ pickled. The frozen base is not in it: its folder is named in the config.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl.config import RunConfig
 from qerl.formats.writing import flush
 from qerl.nn.lora import load_adapter_weights
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
 
 # Settings that may differ between a run and its resumption: they change what is written, or memory and speed, not what
 # is computed (beyond rounding). So a run that ran out of memory goes on with less.
@@ -37,6 +44,7 @@ FREE_SETTINGS = (
     "keep_checkpoints",
     "log_completions",
     "report_to",
+    "rewards.timeout_s",
     "rollout.max_batch_size",
     "rollout.kv_cache_tokens",
     "rollout.kv_cache_memory",
@@ -58,7 +66,7 @@ def save_checkpoint(
     state: dict[str, Any],
     config: RunConfig,
 ) -> Path:
-    """Write the state after `step` steps and prune older checkpoints; returns the folder."""
+    """Write the state after `step` steps and prune older checkpoints; returns the folder. OSError: no room."""
     root = output_dir / "checkpoints"
     target = root / f"step-{step:06d}"
     if target.exists():
@@ -66,8 +74,14 @@ def save_checkpoint(
     staging = root / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    save_adapter(model, staging / "adapter")
-    save_file(_optimizer_tensors(model, optimizer) | _generator_states(), staging / "optimizer.safetensors")
+    try:
+        save_adapter(model, staging / "adapter")
+        save_file(_optimizer_tensors(model, optimizer) | _generator_states(), staging / "optimizer.safetensors")
+    except (SafetensorError, OSError) as error:  # no room, most likely
+        shutil.rmtree(staging, ignore_errors=True)
+        newest = list_checkpoints(output_dir)[-1:]
+        kept = f"; {newest[0]} is whole: --resume goes on from there" if newest else ""
+        raise OSError(f"{target} cannot be written ({error}){kept}") from None
     numpy_state: Any = np.random.get_state()
     record = {
         "step": step,
@@ -95,6 +109,34 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     model.save_pretrained(str(staging))
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)
+
+
+_locks: dict[Path, IO[str]] = {}
+
+
+def lock(output_dir: Path) -> None:
+    """Let no other process write a run there until this one ends. ValueError: one does already.
+
+    A file system that has no locks is left as it is.
+    """
+    path = (output_dir / ".lock").resolve()
+    if fcntl is None or path in _locks:
+        return
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return
+        file.seek(0)
+        raise ValueError(
+            f"{output_dir}: another process ({file.read().strip() or 'unknown'}) writes a run there: wait until it "
+            "ends, or choose another output_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()}")
+    file.flush()
+    _locks[path] = file  # closing it would give the lock back
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

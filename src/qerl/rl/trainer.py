@@ -49,6 +49,7 @@ from qerl.rl.checkpoint import (
     list_checkpoints,
     load_generators,
     load_parameters,
+    lock,
     read_state,
     save_adapter,
     save_checkpoint,
@@ -98,6 +99,7 @@ class Trainer:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self._make_output_dir()
+        lock(self.output_dir)
         checkpoint = self._find_checkpoint(resume)
         check_installed(config.report_to)
         check_optimizer(config.optimizer)
