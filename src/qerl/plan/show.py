@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl.config import RunConfig
+from qerl.engine.budget import check_pages
+from qerl.engine.drafts import pages_alone
 from qerl.plan.fit import CONTEXT_BYTES, SLACK_BYTES, Limits, budget_of, describe, find_limits, nearest_settings
 from qerl.plan.memory import Memory, Target, plan_memory
 from qerl.plan.rates import NOT_MEASURED, SOURCE, Seconds, step_seconds
@@ -37,9 +39,17 @@ class Plan:
 
 
 def make_plan(config: RunConfig, card_bytes: int | None) -> Plan:
-    """Plan a run on a GPU; `card_bytes`: the card's memory, where one is asked about."""
+    """Plan a run on a GPU; `card_bytes`: the card's memory, where one is asked about.
+
+    ValueError: `rollout.kv_cache_tokens` do not hold one completion of full length: a run would not start.
+    """
     shape, target = read_shape(config.model), Target.of(config, total_bytes=card_bytes)
     memory = plan_memory(shape, config, target)
+    if memory.sequences_at_a_time == 0 and config.rollout.kv_cache_tokens is not None:
+        prompt, new = memory.prompt_tokens, memory.completion_tokens
+        alone = config.rollout.model_copy(update={"kv_cache_memory": None})
+        what = f"a prompt of up to {prompt} tokens and up to {new} new ones"
+        check_pages(alone, 0, 0, pages_alone(prompt, new), what)
     card = None
     if card_bytes is not None:
         budget = budget_of(card_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,6 +306,12 @@ def test_the_command_prints_tables(models):
     assert result.exit_code == 0, result.exception
     for text in ("packed base", "3.676", "does not fit a card of 24 GB", "would fit: ", "a step on NVIDIA H200"):
         assert text in result.output
+
+
+def test_a_cache_that_holds_no_completion_is_no_plan(models):
+    """The run would refuse to start, and with the same words."""
+    result = run(f"model.path={models / '7B'}", "rollout.kv_cache_tokens=100", "--gpu", "80GB")
+    assert re.search(r"rollout.kv_cache_tokens = 100 holds 96: set it to \d+ at least", str(result.exception))
 
 
 def test_the_command_prints_json(models):
