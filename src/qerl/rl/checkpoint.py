@@ -74,14 +74,6 @@ def save_checkpoint(
     staging = root / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    try:
-        save_adapter(model, staging / "adapter")
-        save_file(_optimizer_tensors(model, optimizer) | _generator_states(), staging / "optimizer.safetensors")
-    except (SafetensorError, OSError) as error:  # no room, most likely
-        shutil.rmtree(staging, ignore_errors=True)
-        newest = list_checkpoints(output_dir)[-1:]
-        kept = f"; {newest[0]} is whole: --resume goes on from there" if newest else ""
-        raise OSError(f"{target} cannot be written ({error}){kept}") from None
     numpy_state: Any = np.random.get_state()
     record = {
         "step": step,
@@ -90,9 +82,17 @@ def save_checkpoint(
         "numpy_random": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
         "config": config.model_dump(mode="json"),
     }
-    (staging / "state.json").write_text(json.dumps(record, indent=1))
-    for path in [*staging.rglob("*"), staging]:
-        flush(path)
+    try:
+        save_adapter(model, staging / "adapter")
+        save_file(_optimizer_tensors(model, optimizer) | _generator_states(), staging / "optimizer.safetensors")
+        (staging / "state.json").write_text(json.dumps(record, indent=1))
+        for path in [*staging.rglob("*"), staging]:
+            flush(path)
+    except (SafetensorError, OSError) as error:  # no room, most likely
+        shutil.rmtree(staging, ignore_errors=True)
+        newest = list_checkpoints(output_dir)[-1:]
+        kept = f"; {newest[0]} is whole: --resume goes on from there" if newest else ""
+        raise OSError(f"{target} cannot be written ({error}){kept}") from None
     staging.rename(target)
     flush(root)
     for old in list_checkpoints(output_dir)[: -config.keep_checkpoints]:
