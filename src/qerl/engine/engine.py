@@ -291,6 +291,8 @@ class PagedEngine:
             self._cache.wake()
             return self._cache
         decoder = self._decoder
+        if decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # what activations have left behind makes room for the pool, and for its graphs
         self._cache = KVCache(
             layers=decoder.num_layers,
             pages=1 + self._num_pages(),

@@ -24,6 +24,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+LEFT_FREE = 2_000_000_000
+"""Bytes for those who ask the driver itself: graphs, libraries."""
+
 _mapped: Counter[int] = Counter()
 
 
@@ -53,14 +56,17 @@ class MappedMemory:
         return self._range.is_mapped
 
     def map(self) -> None:
-        """Take memory, unless it is there. torch.OutOfMemoryError: too little, even without what torch has unused."""
+        """Take memory, unless it is there. torch.OutOfMemoryError: too little, even without what torch has unused.
+
+        What torch has unused stays with it where there is room for both: giving it back and taking it again costs a
+        large card some tenths of a second.
+        """
         if self.is_mapped:
             return
-        try:
-            self._range.map()
-        except torch.OutOfMemoryError:
+        free, _ = torch.cuda.mem_get_info(self._range.device)
+        if free < self._range.size + LEFT_FREE:
             torch.cuda.empty_cache()
-            self._range.map()
+        self._range.map()
 
     def unmap(self) -> None:
         """Give the memory back, unless that is done, once the device has finished what it was told to do."""

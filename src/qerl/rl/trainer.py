@@ -260,7 +260,6 @@ class Trainer:
             }
         if self.device.type == "cuda":
             metrics |= {name: max(size, rollout_peaks[name]) for name, size in _gpu_peaks(self.device).items()}
-            torch.cuda.empty_cache()  # what activations leave behind makes room for keys and values
         else:
             metrics["memory/rss"] = _peak_resident_bytes()
         self._warn_without_signal(rollout)

@@ -104,6 +104,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(mapped, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driver.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: driver.calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver.free, 80 * MIB))
+    monkeypatch.setattr(mapped, "LEFT_FREE", 1 * MIB)
     mapped._can_map.cache_clear()
     yield driver
     mapped._can_map.cache_clear()
@@ -145,7 +147,7 @@ def test_torch_gives_back_what_it_has_unused_first(driver: Driver, monkeypatch: 
     driver.free = 4 * MIB
     with pytest.raises(torch.OutOfMemoryError):
         memory.map()
-    assert driver.calls.count("empty_cache") == 1 and driver.calls.count("cuMemCreate") == 2
+    assert driver.calls.count("empty_cache") == 1
     assert not memory.is_mapped and driver.free == 4 * MIB
 
     def give_back() -> None:
@@ -154,6 +156,14 @@ def test_torch_gives_back_what_it_has_unused_first(driver: Driver, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
     memory.map()
     assert memory.is_mapped and driver.free == 2 * MIB
+
+
+@pytest.mark.parametrize(("free", "gives_back"), [(9 * MIB, False), (9 * MIB - 1, True)])
+def test_torch_keeps_what_it_has_unused_where_there_is_room(driver: Driver, free: int, gives_back: bool) -> None:
+    """8 MiB, and what is left free for others."""
+    driver.free = free
+    MappedMemory(8 * MIB, GPU).map()
+    assert driver.calls.count("empty_cache") == gives_back
 
 
 @pytest.mark.parametrize("name", ["cuMemMap", "cuMemSetAccess"])

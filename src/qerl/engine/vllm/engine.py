@@ -132,6 +132,8 @@ class VLLMEngine:
     def wake(self) -> None:
         """See `Engine.wake`."""
         if not self._awake:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what activations have left behind makes room for vLLM's memory
             self._llm.wake_up()
             self._awake = True
 
