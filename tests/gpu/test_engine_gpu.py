@@ -14,6 +14,7 @@ from tiny_policies import CONFIGS, assert_as_exact_as_transformers, gap, policy,
 from qerl.config import RolloutConfig
 from qerl.engine.engine import build_engine
 from qerl.engine.projection import Projection, sync
+from qerl.kernels.announcement import Announcement
 from qerl.nn.structure import decoder_layers
 from qerl.noise import NoiseDraw
 from qerl.types import SamplingParams
@@ -62,6 +63,29 @@ def test_graphs_give_the_bits_of_eager_steps(per: str) -> None:
     for engine in (graphs, eager):
         engine.sync(NoiseDraw(seed=1, step=2, sigma=1e-2, per=per))
     assert graphs.generate(asked, SamplingParams()) == eager.generate(asked, SamplingParams())
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("adapters", [True, False])
+def test_what_is_announced_changes_no_bit(adapters: bool, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of up to 8 tokens that wait for x by a count, beside those that wait for the kernel that makes it."""
+    model = policy("qwen2", dtype=torch.bfloat16, device="cuda", lora=adapters)
+    asked, config = requests(5, 130, 300, samples=2, max_new_tokens=150), RolloutConfig(cuda_graphs=cuda_graphs)
+    made: list[Announcement] = []
+
+    def noted(projection: Projection, tokens: int) -> Announcement | None:
+        announcement = announce(projection, tokens)
+        made.extend([announcement] if announcement else [])
+        return announcement
+
+    announce = Projection.announcement
+    monkeypatch.setattr(Projection, "announcement", noted)
+    announced = build_engine(model, eos_ids=range(2), config=config).generate(asked, SamplingParams())
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any(a.publishers for a in made)
+        assert not any(a.counter.any() for a in made)
+    monkeypatch.setattr(Projection, "announcement", lambda *_: None)
+    assert build_engine(model, eos_ids=range(2), config=config).generate(asked, SamplingParams()) == announced
 
 
 @torch.inference_mode()

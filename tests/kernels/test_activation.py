@@ -8,6 +8,7 @@ from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, o
 
 from qerl.kernels.activation import swiglu
 from qerl.kernels.activation.reference import swiglu_grad_reference, swiglu_reference
+from qerl.kernels.announcement import Announcement
 
 
 def halves(tokens: int, n: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -71,6 +72,17 @@ def test_the_gradients_kernel_is_the_reference_but_for_rounding(tokens, n, devic
     ones = torch.ones_like(ends)
     dgate, dup = swiglu_grad_bf16(ones, ends, ones)
     assert dgate.tolist() == [[0, 0, 0.5, 1, 1]] and torch.equal(dup, ends.clamp(min=0))
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_program_announces_its_part(device):
+    from qerl.kernels.activation.swiglu import swiglu_bf16
+
+    gate, up = halves(3, 1500, device)
+    announcement = Announcement(torch.zeros(2, dtype=torch.int32, device=device))
+    assert torch.equal(swiglu_bf16(gate, up, announcement), swiglu_bf16(gate, up))
+    assert announcement.publishers == 6 and announcement.counter.tolist() == [6, 0]
 
 
 @needs_triton

@@ -18,6 +18,7 @@ from triton_runs import (
     run_interpreted,
 )
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.attention.reference import decode_attention_reference
 from qerl.kernels.e4m3 import decode, encode
@@ -79,7 +80,8 @@ class Problem:
         pages, scales = self.pages.clone(), None if self.scales is None else self.scales.clone()
         q, k, v = (x.unflatten(1, (-1, self.d)) for x in self.product[sequences].clone().split(self.sizes, dim=1))
         rotation = self.rotation._replace(cos=self.rotation.cos[sequences], sin=self.rotation.sin[sequences])
-        rows, lengths = locate(self.table[sequences], self.lengths[sequences] - 1, PAGE)
+        rows, _ = locate(self.table[sequences], self.lengths[sequences] - 1, PAGE)
+        lengths = self.lengths[sequences]  # not locate's, since attention reads them ahead of its wait
         to = Destination(pages, rows, scales)
         return attend(q, k, v, rotation, to, self.table[sequences] if table is None else table, lengths), pages, scales
 
@@ -122,10 +124,16 @@ def behind(rotate: Callable[..., None], attend: Callable[..., torch.Tensor]) -> 
 
 def paged() -> Callable[..., torch.Tensor]:
     """The kernels; their modules can be read where Triton is."""
-    from qerl.kernels.attention.paged import paged_attention
     from qerl.kernels.rope.rotate import rotate_and_store_bf16_
 
-    return behind(rotate_and_store_bf16_, paged_attention)
+    return behind(rotate_and_store_bf16_, decode_attention_kernel())
+
+
+def decode_attention_kernel() -> Callable[..., torch.Tensor]:
+    """Attention alone."""
+    from qerl.kernels.attention.paged import paged_attention
+
+    return paged_attention
 
 
 attend_by_reference = behind(rotate_and_store_reference_, decode_attention_reference)
@@ -254,6 +262,25 @@ def test_the_kernel_survives_large_scores(device):
 
 
 @needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths, counts", [([300, 40], True), ([30, 40], False)])
+def test_who_joins_the_splits_announces_the_result(lengths, counts, device):
+    """Sequences of one split, too, as their results are there when the others' are joined; but not where all are."""
+    problem = Problem(lengths, group=7, head_dim=64, device=device, dtype=torch.bfloat16)
+    announcement = Announcement(torch.zeros(2, dtype=torch.int32, device=device))
+    expected = problem.run(paged())[0]
+
+    def attend(q, k, v, rotation, to, table, lengths):
+        rotate_and_store_reference_(q, k, v, rotation, to)
+        return decode_attention_kernel()(q, to.pages, table, lengths, to.scales, announcement)
+
+    y = problem.run(attend)[0]
+    torch.testing.assert_close(y, expected)
+    programs = len(lengths) * 2 * 7 if counts else 0  # a query head of a sequence
+    assert announcement.publishers == programs and announcement.counter.tolist() == [programs, 0]
+
+
+@needs_triton
 @outer_run
 def test_in_tritons_interpreter():
     run_interpreted(__file__)
@@ -265,7 +292,9 @@ def test_in_tritons_interpreter():
 @pytest.mark.parametrize("group, head_dim, coded", [(7, 128, False), (7, 64, False), (5, 128, True)])
 def test_the_kernels_compile(group, head_dim, coded, capability, monkeypatch):
     problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded)
-    _, split, join = compile_launches(capability, monkeypatch, lambda: problem.run(paged()))
+    _, split, join = compile_launches(
+        capability, monkeypatch, lambda: problem.run(paged()), reads_ahead=["_split_kernel"]
+    )
     assert max(split.metadata.shared, join.metadata.shared) <= SHARED_MEMORY
     assert "mma" in split.asm["ptx"]
     assert ("e4m3x2" in split.asm["ptx"]) == (coded and capability >= 89)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton_runs import CAPABILITIES, DEVICES, compile_launches, needs_triton, outer_run, run_interpreted
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.norm import add_rms_norm_
 from qerl.kernels.norm.reference import add_rms_norm_reference_, rms_norm_grad_reference, rms_norm_reference
 
@@ -92,6 +93,18 @@ def test_the_kernel_gives_a_token_the_same_bits_in_any_company(device):
     for i in range(9):
         one = slice(i, i + 1)
         assert torch.equal(add_rms_norm_bf16_(x[one].clone(), delta[one], gain, EPS, index[one]), y[one])
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_program_announces_its_part(device):
+    from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_
+
+    x, delta, gain, _ = problem(5, 896, "shared", device=device)
+    announcement = Announcement(torch.zeros(2, dtype=torch.int32, device=device))
+    y = add_rms_norm_bf16_(x.clone(), delta, gain, EPS, announcement=announcement)
+    assert torch.equal(y, add_rms_norm_bf16_(x, delta, gain, EPS))
+    assert announcement.publishers == 5 and announcement.counter.tolist() == [5, 0]
 
 
 @needs_triton

@@ -10,6 +10,7 @@ from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random
 from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels import nvrtc
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.layout import ScaleFormat, pack
 from qerl.kernels.nvrtc import signature_of
 from qerl.kernels.w4a16 import portable, prepare
@@ -78,6 +79,20 @@ def test_an_adapter_beside_the_product(beside, m, multiprocessors):
         weight, x = random_weight((8, 136, 128), 528), whole(m, 528, seed=m).bfloat16()
         adapter = random_adapter(weight, 20)
         check(w4a16_portable(x, weight, None, adapter, variant), x, weight, None, adapter)
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("rank", [0, 20])
+@pytest.mark.parametrize("m", [1, 8])
+def test_x_that_was_announced(beside, m, rank):
+    """The product waits for the publishers' counts, and takes them back; what computes u beside it counts nothing."""
+    for variant in (portable._WIDE, portable._NARROW):
+        counters = beside(3)
+        weight, x = random_weight((8, 136, 128), 528), whole(m, 528, seed=m).bfloat16()
+        adapter = random_adapter(weight, rank) if rank else None
+        announcement = Announcement(prepare.x_ready_of(counters))
+        announcement.by(5).copy_(torch.tensor([5, 0]))
+        check(w4a16_portable(x, weight, None, adapter, variant, announcement), x, weight, None, adapter)
         assert not counters.any()
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, num_pages
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.attention import decode_attention
 from qerl.kernels.rope import Destination, Rotation, rotate_and_store_
 from qerl.kernels.slots import locate
@@ -44,8 +45,12 @@ class Attention(Protocol):
         k: Float[Tensor, "t kv_heads d"],
         v: Float[Tensor, "t kv_heads d"],
         rotation: Rotation,
+        announcement: Announcement | None = None,
     ) -> Float[Tensor, "t heads_d"]:
-        """Attention of t tokens; heads are concatenated in the result. q and k may be rotated in place."""
+        """Attention of t tokens; heads are concatenated in the result. q and k may be rotated in place.
+
+        announcement: of the result, for who can.
+        """
         ...
 
 
@@ -56,7 +61,9 @@ class PromptAttention:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self._packing = Packing(ends.to(device), tuple(lengths))
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, announcement: Announcement | None = None
+    ) -> Tensor:
         """See `Attention`."""
         rotate_and_store_(q, k, v, rotation)
         return self.of_rotated(q, k, v)
@@ -97,7 +104,9 @@ class ChunkAttention:
         rows_of_calls = [[length] for length in whole] if alone else [whole] if whole else []
         self._whole = [(sum(of_call), PromptAttention(of_call, device)) for of_call in rows_of_calls]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, announcement: Announcement | None = None
+    ) -> Tensor:
         """See `Attention`. With fp8, a chunk sees its own keys and values as those see them that read its pages."""
         pages, scales = self._cache.of_layer(layer)
         rotate_and_store_(q, k, v, rotation, Destination(pages, self._rows, scales))
@@ -135,12 +144,14 @@ class DecodeAttention:
         self._rows, self._lengths = locate(page_table, positions, PAGE_SIZE)
         self._pages = [num_pages(length) for length in self._lengths.tolist()] if alone else None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, announcement: Announcement | None = None
+    ) -> Tensor:
         """See `Attention`."""
         pages, scales = self._cache.of_layer(layer)
         rotate_and_store_(q, k, v, rotation, Destination(pages, self._rows, scales))
         if self._pages is None:
-            return decode_attention(q, pages, self._page_table, self._lengths, scales).flatten(1)
+            return decode_attention(q, pages, self._page_table, self._lengths, scales, announcement).flatten(1)
         rows = [slice(i, i + 1) for i in range(len(q))]
         outputs = [
             decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i], scales)

@@ -17,6 +17,7 @@ Called by the runner, with an attention of attention.py, and by the probe. Leave
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from qerl.formats.nvfp4 import quantize
 from qerl.kernels.activation import swiglu
 from qerl.kernels.layout import pack
 from qerl.kernels.norm import add_rms_norm_
+from qerl.kernels.nvrtc import forget_counters
 from qerl.kernels.rope import HeadNorms, Rotation
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS, w4a16
 from qerl.nn import structure
@@ -141,13 +143,24 @@ class Decoder:
         cos, sin = self._angles[positions].unbind(1)
         final_norm, *head_gains = self.norms.others
         delta = None  # what the block before adds to x: added by the next norm
-        for i, layer in enumerate(self._layers):
-            normed = add_rms_norm_(x, delta, gains.of_site(2 * i), self._eps, gains.index)
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in layer.qkv(normed, adapter_gain))
-            norms = HeadNorms(head_gains[2 * i], head_gains[2 * i + 1], self._eps) if self._has_head_norms else None
-            delta = layer.o(attend(i, q, k, v, Rotation(cos, sin, norms)), adapter_gain)[0]
-            normed = add_rms_norm_(x, delta, gains.of_site(2 * i + 1), self._eps, gains.index)
-            delta = layer.down(swiglu(*layer.gate_up(normed, adapter_gain)), adapter_gain)[0]
+
+        def norm(site: int, then: Projection) -> Sequence[Float[Tensor, "t n"]]:
+            ready, gain = then.announcement(len(x)), gains.of_site(site)
+            normed = add_rms_norm_(x, delta, gain, self._eps, gains.index, announcement=ready)
+            return then(normed, adapter_gain, ready)
+
+        try:
+            for i, layer in enumerate(self._layers):
+                q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in norm(2 * i, layer.qkv))
+                norms = HeadNorms(head_gains[2 * i], head_gains[2 * i + 1], self._eps) if self._has_head_norms else None
+                ready = layer.o.announcement(len(x))
+                delta = layer.o(attend(i, q, k, v, Rotation(cos, sin, norms), ready), adapter_gain, ready)[0]
+                gate, up = norm(2 * i + 1, layer.gate_up)
+                ready = layer.down.announcement(len(x))
+                delta = layer.down(swiglu(gate, up, ready), adapter_gain, ready)[0]
+        except BaseException:  # an interrupt, say, between what is announced and who waits for it
+            forget_counters()
+            raise
         return add_rms_norm_(x, delta, final_norm, self._eps)
 
     def logits(self, hidden: Float[Tensor, "t h"]) -> Float[Tensor, "t v"]:

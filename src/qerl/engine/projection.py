@@ -34,10 +34,11 @@ from torch import Tensor, nn
 
 from qerl.engine.blocks import in_blocks
 from qerl.kernels.adapter import MAX_RANK, Factors, PackedAdapter, pack_adapter
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.coded import CodedWeight, coded_product
 from qerl.kernels.layout import PackedWeight
 from qerl.kernels.lora import Expansion, add_expanded_
-from qerl.kernels.w4a16 import w4a16
+from qerl.kernels.w4a16 import awaited, w4a16
 from qerl.nn.linear import PackedLinear
 from qerl.nn.lora import LoraFactors, lora_factors
 
@@ -61,19 +62,32 @@ class Projection:
         self._within: PackedAdapter | None = None
         self._beside: _Beside | None = None
 
-    def __call__(self, x: Float[Tensor, "*batch k"], gain: float = 1.0) -> Sequence[Float[Tensor, "*batch n"]]:
-        """One output a linear; `gain` multiplies the adapters' part (the probe asks for 0 and for large ones)."""
+    def __call__(
+        self, x: Float[Tensor, "*batch k"], gain: float = 1.0, announcement: Announcement | None = None
+    ) -> Sequence[Float[Tensor, "*batch n"]]:
+        """One output a linear; `gain` multiplies the adapters' part (the probe asks for 0 and for large ones).
+
+        announcement: of x, one that this asked for.
+        """
         if self._batch_invariant:
             return in_blocks(lambda block: self._outputs(block, gain), x)
-        return self._outputs(x, gain)
+        return self._outputs(x, gain, announcement)
 
-    def _outputs(self, x: Float[Tensor, "*batch k"], gain: float) -> Sequence[Float[Tensor, "*batch n"]]:
+    def announcement(self, tokens: int) -> Announcement | None:
+        """How whoever makes x of so many tokens can tell that it is there; None: the product waits for its kernel."""
+        if self._packed is None or self._beside is not None or self._batch_invariant:
+            return None
+        return awaited(self._packed.device, self._dtype, tokens)
+
+    def _outputs(
+        self, x: Float[Tensor, "*batch k"], gain: float, announcement: Announcement | None = None
+    ) -> Sequence[Float[Tensor, "*batch n"]]:
         adapter = self._within
         if adapter is not None and gain != 1:
             adapter = adapter._replace(scaling=adapter.scaling * gain)
         beside = self._beside
         if beside is None or gain == 0:
-            whole = self._whole(x, adapter)
+            whole = self._whole(x, adapter, announcement)
         elif beside.behind is not None:
             both = F.linear(x, beside.behind, beside.bias)
             whole, inner = both.tensor_split([sum(self._sizes)], dim=-1)
@@ -84,8 +98,10 @@ class Projection:
             beside.add_(whole, inner, gain)
         return whole.split(self._sizes, dim=-1)
 
-    def _whole(self, x: Float[Tensor, "*batch k"], adapter: PackedAdapter | None) -> Float[Tensor, "*batch n"]:
-        products = [_product(x, weight, bias, adapter) for weight, bias in self._products]
+    def _whole(
+        self, x: Float[Tensor, "*batch k"], adapter: PackedAdapter | None, announcement: Announcement | None = None
+    ) -> Float[Tensor, "*batch n"]:
+        products = [_product(x, weight, bias, adapter, announcement) for weight, bias in self._products]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     @property
@@ -295,7 +311,13 @@ def _packed_whole(products: Sequence[tuple[Weight, Tensor | None]]) -> PackedWei
     return weight if len(products) == 1 and isinstance(weight, PackedWeight) else None
 
 
-def _product(x: Tensor, weight: Weight, bias: Tensor | None, adapter: PackedAdapter | None) -> Tensor:
+def _product(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    adapter: PackedAdapter | None,
+    announcement: Announcement | None = None,
+) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return w4a16(x, weight, bias, adapter)
+        return w4a16(x, weight, bias, adapter, announcement)
     return coded_product(x, weight, bias) if isinstance(weight, list) else F.linear(x, weight, bias)

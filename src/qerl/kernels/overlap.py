@@ -4,6 +4,8 @@
     @triton.jit
     def kernel(..):
         wait_for_previous(OVERLAP)     first thing: lets the next one start, then waits for the one before it
+        ..
+        announce(counter, ANNOUNCE)    last thing, of one whose result a product waits for (announcement.py)
 
     kernel[grid](.., **overlaps(device))
 
@@ -12,7 +14,8 @@ weights that w4a16 loads before its own wait come while the small kernels betwee
 each kernel waits for its predecessor before it reads or writes anything: what is complete for one is for all that
 follow. Behind what lets nobody start early (torch's own kernels, a copy, an event of another stream) a kernel starts
 when all blocks of that have ended, but what they wrote is sure to be there only after the wait. So what may be read
-ahead of the wait (a norm's gain) was written before the last kernel that lets nobody start early, and not by it.
+ahead of the wait (a norm's gain, older keys and values) was written before the last kernel that lets nobody start
+early, and not by it.
 
 sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
 """
@@ -54,10 +57,31 @@ with suppress(AttributeError):  # no chain of hooks, but None or somebody's func
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """What earlier kernels wrote is there; what they read may be written."""
+    """The next kernel may start; what earlier kernels wrote is there, and what they read may be written."""
+    start_next(OVERLAP)
+    wait(OVERLAP)
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """The first half of `wait_for_previous`, for a kernel that reads something ahead of the second."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """The second half."""
+    if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def announce(counter_ptr, ANNOUNCE: tl.constexpr):
+    """Last thing of a program: who sees the count (announcement.py) sees what it has stored."""
+    if ANNOUNCE:
+        tl.debug_barrier()
+        tl.atomic_add(counter_ptr, 1, sem="release")
 
 
 @cache

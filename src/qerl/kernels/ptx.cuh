@@ -106,9 +106,13 @@ __device__ __forceinline__ void add_release(uint32_t* to, uint32_t n) {
 }
 
 // By one thread of a block of a kernel that has started before the one ahead of it was over: waits until `publishers` of
-// that one's blocks have counted in x_ready[0]. The last block to see it takes the count back.
-__device__ __forceinline__ void wait_for_publishers(uint32_t* x_ready, uint32_t publishers) {
+// that one's blocks have counted in x_ready[0].
+__device__ __forceinline__ void wait_for_publishers(const uint32_t* x_ready, uint32_t publishers) {
     while (load_of_other_block(x_ready) != publishers) {}
+}
+
+// Behind that: the last block that comes here takes the count back.
+__device__ __forceinline__ void take_count_back(uint32_t* x_ready) {
     if (atomicAdd(x_ready + 1, 1) == gridDim.x - 1) {
         x_ready[0] = x_ready[1] = 0;
         __threadfence();

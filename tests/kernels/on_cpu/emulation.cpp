@@ -163,8 +163,10 @@ extern "C" bool take_brought_near(const void** at, uint32_t* bytes) {
 inline uint32_t load_once_16_bits(const void* at) { return read<uint16_t>(at); }
 inline float4 load_of_other_block(const float4* at) { return *at; }
 inline uint32_t load_of_other_block(const uint32_t* at) { return *at; }
-inline void wait_for_publishers(uint32_t* x_ready, uint32_t publishers) {
+inline void wait_for_publishers(const uint32_t* x_ready, uint32_t publishers) {
     while (*x_ready != publishers) give_way();
+}
+inline void take_count_back(uint32_t* x_ready) {
     if (++x_ready[1] == uint32_t(gridDim.x)) x_ready[0] = x_ready[1] = 0;
 }
 inline uint32_t shared_address(const void* at) { return static_cast<const uint8_t*>(at) - __start_block_memory; }

@@ -353,6 +353,24 @@ def test_a_split_of_decode_attention_is_what_the_kernel_takes() -> None:
     assert pytest.importorskip("qerl.kernels.attention.paged").SPLIT == SPLIT_TOKENS
 
 
+def test_an_interrupt_between_an_announcement_and_its_product_leaves_no_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The producer has counted, its product does not come: the stream's next product would wait for ever."""
+    engine, asked, forgotten = paged(policy("qwen2")), requests(5, 9), []
+    expected = engine.generate(asked, SAMPLING)
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("qerl.engine.model.swiglu", interrupted)
+        patch.setattr("qerl.engine.model.forget_counters", lambda: forgotten.append(True))
+        engine.generate(asked, SAMPLING)
+    assert forgotten
+    assert_same(engine.generate(asked, SAMPLING), expected)
+
+
 def test_every_eos_id_ends_a_completion() -> None:
     eos_ids = [3, 50, 90]
     engine = paged(policy("mistral"), eos_ids=eos_ids)
@@ -430,7 +448,7 @@ def test_training_mode_and_modules_stay_as_they_are() -> None:
 def test_dead_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy("qwen2")
     call = Projection.__call__
-    monkeypatch.setattr(Projection, "__call__", lambda self, x, gain=1.0: call(self, x, 0.0))
+    monkeypatch.setattr(Projection, "__call__", lambda self, x, *_: call(self, x, 0.0))
     with pytest.raises(RuntimeError, match="dead adapters: 14 of 14"):
         paged(model)
     scatter_adapters(model, size=0.0)

@@ -29,9 +29,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[PackedAdapter | None]:
     seen: list[PackedAdapter | None] = []
     w4a16 = projection.w4a16
 
-    def counting(x, weight, bias, adapter):
+    def counting(x, weight, bias, adapter, announcement=None):
         seen.append(None if adapter is None else PackedAdapter(*(t.clone() for t in adapter)))
-        return w4a16(x, weight, bias, adapter)
+        return w4a16(x, weight, bias, adapter, announcement)
 
     monkeypatch.setattr(projection, "w4a16", counting)
     return seen

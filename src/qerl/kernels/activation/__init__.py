@@ -21,14 +21,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.activation.reference import swiglu_grad_reference, swiglu_reference
+from qerl.kernels.announcement import Announcement
 
 
-def swiglu(gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:
-    """silu(gate) * up."""
+def swiglu(
+    gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"], announcement: Announcement | None = None
+) -> Float[Tensor, "t n"]:
+    """silu(gate) * up. announcement: of the result."""
     if gate.is_cuda and gate.dtype == torch.bfloat16:
         from qerl.kernels.activation.swiglu import swiglu_bf16  # Triton is there where CUDA is
 
-        return swiglu_bf16(gate, up)
+        return swiglu_bf16(gate, up, announcement)
     return swiglu_reference(gate, up)
 
 

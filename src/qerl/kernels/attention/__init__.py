@@ -14,8 +14,9 @@ Triton kernels run.
     CUDA, bf16, 16, 32, 64 or 128        paged.py: Triton, every byte of K and V read once
     anything else                        reference.py: copies the pages (8-bit ones: in q's dtype), torch's attention
 
-Called by the engine's decode steps, which have written the new token's key and value before. Leaves out prompts (many
-query tokens a sequence) and sliding windows.
+Called by the engine's decode steps, which have written the new token's key and value before. The Triton kernel reads
+page_table, lengths and the rows of all tokens but each sequence's last while kernels before it run: these may not come
+from one that overlaps (overlap.py). Leaves out prompts (many query tokens a sequence) and sliding windows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.attention.reference import decode_attention_reference
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -42,13 +44,14 @@ def decode_attention(
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
     scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
+    announcement: Announcement | None = None,
 ) -> Float[Tensor, "b heads d"]:
     """Attention of b tokens. `pages` has keys, then values; lengths, at least 1, count the query's own token.
 
-    scales: of pages of codes.
+    scales: of pages of codes; announcement: of the result.
     """
     if q.is_cuda and has_kernel(q.dtype, q.shape[-1]):
         from qerl.kernels.attention.paged import paged_attention  # Triton is there where CUDA is
 
-        return paged_attention(q, pages, page_table, lengths, scales)
+        return paged_attention(q, pages, page_table, lengths, scales, announcement)
     return decode_attention_reference(q, pages, page_table, lengths, scales)

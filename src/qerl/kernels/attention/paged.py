@@ -29,9 +29,10 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.attention import SPLIT_TOKENS as SPLIT
 from qerl.kernels.numerics import e4m3_values, product, rounded
-from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
+from qerl.kernels.overlap import announce, overlapping, overlaps, start_next, wait, wait_for_previous
 
 AT_ONCE = 16
 """Splits' results added at a time."""
@@ -45,6 +46,7 @@ def paged_attention(
     page_table: Int64[Tensor, "b columns"],
     lengths: Int64[Tensor, " b"],
     scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
+    announcement: Announcement | None = None,
 ) -> Float[Tensor, "b heads d"]:
     """`decode_attention` on one CUDA device; d is a power of two from 16 on, `pages` contiguous, q's heads adjacent."""
     b, heads, d = q.shape
@@ -86,7 +88,11 @@ def paged_attention(
             **overlap,
         )
         if num_splits > 1:
-            _join_kernel[(heads, b)](out, sums, largest, weights, lengths, num_splits, **sizes, **join_sizes, **overlap)
+            counter = out if announcement is None else announcement.by(heads * b)
+            join_sizes["ANNOUNCE"] = announcement is not None
+            _join_kernel[(heads, b)](
+                out, sums, largest, weights, lengths, counter, num_splits, **sizes, **join_sizes, **overlap
+            )
     return out
 
 
@@ -117,7 +123,7 @@ def _split_kernel(
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
+    start_next(OVERLAP)
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     start = split * SPLIT
@@ -126,16 +132,23 @@ def _split_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, D)
     token = start + tl.arange(0, SPLIT)
-    is_token = token < length
+    is_token, is_new = token < length, token == length - 1
+    is_old = token < length - 1
     page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
     at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
     at = at[:, None] + column[None, :]
-    keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0)
-    values = tl.load(values_ptr + at, mask=is_token[:, None], other=0)
-    if CODED:
-        scale_at = (page * KV_HEADS + kv_head) * PAGE + token % PAGE
-        key_scales = tl.load(key_scales_ptr + scale_at, mask=is_token, other=0.0)
-        value_scales = tl.load(value_scales_ptr + scale_at, mask=is_token, other=0.0)
+    scale_at = (page * KV_HEADS + kv_head) * PAGE + token % PAGE
+    keys = tl.load(keys_ptr + at, mask=is_old[:, None], other=0)
+    values = tl.load(values_ptr + at, mask=is_old[:, None], other=0)
+    key_scales = tl.load(key_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
+    value_scales = tl.load(value_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
+    wait(OVERLAP)
+    if start + SPLIT >= length:
+        keys = tl.where(is_new[:, None], tl.load(keys_ptr + at, mask=is_new[:, None], other=0), keys)
+        values = tl.where(is_new[:, None], tl.load(values_ptr + at, mask=is_new[:, None], other=0), values)
+        if CODED:
+            key_scales = tl.where(is_new, tl.load(key_scales_ptr + scale_at, mask=is_new, other=0.0), key_scales)
+            value_scales = tl.where(is_new, tl.load(value_scales_ptr + scale_at, mask=is_new, other=0.0), value_scales)
     head = kv_head * GROUP + row
     is_head = row < GROUP
     q = tl.load(q_ptr + sequence * q_stride + head[:, None] * D + column[None, :], mask=is_head[:, None], other=0.0)
@@ -170,16 +183,19 @@ def _join_kernel(
     largest_ptr,
     weights_ptr,
     lengths_ptr,
+    counter_ptr,
     num_splits,
     D: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    ANNOUNCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous(OVERLAP)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     if length <= SPLIT:
+        announce(counter_ptr, ANNOUNCE)
         return
     column = tl.arange(0, D)
     row = sequence * tl.num_programs(0) + tl.program_id(0)
@@ -199,3 +215,4 @@ def _join_kernel(
         sums = sums * old_shrink + tl.sum(more * new_shrink[:, None], 0)
         largest = new_largest
     tl.store(out_ptr + row * D + column, rounded(sums / weights, out_ptr.dtype.element_ty))
+    announce(counter_ptr, ANNOUNCE)

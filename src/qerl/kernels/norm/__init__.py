@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.norm.reference import add_rms_norm_reference_, rms_norm_grad_reference
 
 
@@ -33,15 +34,17 @@ def add_rms_norm_(
     index: Int64[Tensor, " t"] | None = None,
     *,
     new_gain: bool = False,
+    announcement: Announcement | None = None,
 ) -> Float[Tensor, "t h"]:
     """Add `delta` to x in place; the norm of the sum. gain is [h], [1, h], [t, h], or the rows that `index` names.
 
-    new_gain: the kernel right before may have written it, so that one has to be over before anything is read.
+    new_gain: the kernel right before may have written it, so that one has to be over before anything is read;
+    announcement: of the result.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_  # Triton is there where CUDA is
 
-        return add_rms_norm_bf16_(x, delta, gain, eps, index, new_gain=new_gain)
+        return add_rms_norm_bf16_(x, delta, gain, eps, index, new_gain=new_gain, announcement=announcement)
     return add_rms_norm_reference_(x, delta, gain, eps, index)
 
 

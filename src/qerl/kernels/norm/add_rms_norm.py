@@ -15,8 +15,9 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.numerics import rounded
-from qerl.kernels.overlap import overlapping, overlaps, wait_for_previous
+from qerl.kernels.overlap import announce, overlapping, overlaps, wait_for_previous
 
 
 def add_rms_norm_bf16_(
@@ -27,6 +28,7 @@ def add_rms_norm_bf16_(
     index: Int64[Tensor, " t"] | None = None,
     *,
     new_gain: bool = False,
+    announcement: Announcement | None = None,
 ) -> Float[Tensor, "t h"]:
     """`add_rms_norm_` on one CUDA device; all rows contiguous."""
     tokens, h = x.shape
@@ -37,7 +39,7 @@ def add_rms_norm_bf16_(
     width = triton.next_power_of_2(h)
     warps = min(max(width // 256, 4), 16)  # 8 columns a thread, up to 4,096
     sizes: Any = {"H": h, "WIDTH": width, "num_warps": warps}
-    which: Any = {"ADD": delta is not None, "INDEXED": index is not None}
+    which: Any = {"ADD": delta is not None, "INDEXED": index is not None, "ANNOUNCE": announcement is not None}
     overlap: Any = {"OVERLAP": False} if new_gain else overlaps(x.device)
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(tokens,)](
@@ -46,6 +48,7 @@ def add_rms_norm_bf16_(
             rows,
             rows if index is None else index,
             out,
+            x if announcement is None else announcement.by(tokens),
             eps,
             x.stride(0),
             x.stride(0) if delta is None else delta.stride(0),
@@ -65,6 +68,7 @@ def _add_rms_norm_kernel(
     gain_ptr,
     index_ptr,
     out_ptr,
+    counter_ptr,
     eps,
     x_stride,
     delta_stride,
@@ -73,6 +77,7 @@ def _add_rms_norm_kernel(
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
     INDEXED: tl.constexpr,
+    ANNOUNCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -92,3 +97,4 @@ def _add_rms_norm_kernel(
         x = new_x.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
     tl.store(out_ptr + token * H + column, rounded(gain * (x * inverse_rms), dtype), mask=inside)
+    announce(counter_ptr, ANNOUNCE)

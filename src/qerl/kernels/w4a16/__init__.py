@@ -37,12 +37,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qerl.kernels.adapter import PackedAdapter, pack_adapter
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.layout import PackedWeight, Part, pack, unpack
-from qerl.kernels.nvrtc import CompilerMissing, compiler_version
+from qerl.kernels.nvrtc import CompilerMissing, compiler_version, stream_counters
 from qerl.kernels.w4a16 import ops
 from qerl.kernels.w4a16.dense import w4a16_add_dense_, w4a16_dense, w4a16_input_grad_dense
 from qerl.kernels.w4a16.hopper import w4a16_hopper
-from qerl.kernels.w4a16.portable import w4a16_portable
+from qerl.kernels.w4a16.portable import awaits_count, w4a16_portable
+from qerl.kernels.w4a16.prepare import x_ready_of
 from qerl.kernels.w4a16.reference import w4a16_add_reference_, w4a16_input_grad_reference, w4a16_reference
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ __all__ = [
     "PackedAdapter",
     "PackedWeight",
     "Part",
+    "awaited",
     "pack",
     "pack_adapter",
     "unpack",
@@ -78,8 +81,9 @@ def w4a16(
     weight: PackedWeight,
     bias: Float[Tensor, " n"] | None = None,
     adapter: PackedAdapter | None = None,
+    announcement: Announcement | None = None,
 ) -> Float[Tensor, "*batch n"]:
-    """x W^T + bias + u B^T.
+    """x W^T + bias + u B^T. announcement: of x, from `awaited`, where somebody has announced it.
 
     ValueError: x's last dimension is not the weight's K, x is on another device, or bias or adapter are another
     weight's, or of another dtype or device than x.
@@ -89,7 +93,17 @@ def w4a16(
         _check_bias(bias, x, weight)
     if adapter is not None:
         _check_adapter(adapter, x, weight)
+    if announcement is not None and announcement.publishers:
+        y = w4a16_portable(x.reshape(-1, x.shape[-1]), weight, bias, adapter, announcement=announcement)
+        return y.view(*x.shape[:-1], y.shape[1])
     return (ops.w4a16 if torch.compiler.is_compiling() else compute)(x, weight, bias, adapter)
+
+
+def awaited(device: torch.device, dtype: torch.dtype, tokens: int) -> Announcement | None:
+    """For x of the product that the current stream computes next; None where it waits for the kernel before it."""
+    if torch.compiler.is_compiling() or path_of(device, dtype, tokens) != "portable" or not awaits_count(device):
+        return None
+    return Announcement(x_ready_of(stream_counters(device)))
 
 
 def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Float[Tensor, "*batch k"]:

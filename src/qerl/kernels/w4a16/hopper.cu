@@ -163,6 +163,7 @@ extern "C" __global__ void __maxnreg__(FIRST_REGISTERS)
         } else {
             wait_for_publishers(x_ready, publishers);
             accept_for_copies();
+            take_count_back(x_ready);
             start_next_kernel();  // the next one may count there again
         }
         while (schedule.next(s)) {

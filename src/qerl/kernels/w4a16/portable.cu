@@ -14,9 +14,10 @@
 // blocks that run, and wait for nobody. So a product has the same bits each time.
 //
 // Weights: each warp keeps the loads of its next DEPTH chunks in flight, the first of them while the stream's previous
-// kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait for it. With an adapter
-// the previous kernel is the one that computes u: it says when x is there, and only u is waited for. What the end of a
-// tile reads (scales, bias, B) is brought to the second-level cache at the tile's beginning.
+// kernel may still run (sm_90 and newer): weights are frozen. x and the adapter are not, and wait: for the previous kernel,
+// or for a count (x_ready) by the kernel that makes x, or, with an adapter, by the one that computes u from it. Then a tile's
+// end waits for the previous kernel, and so for u. What the end reads (scales, bias, B) is brought to the second-level
+// cache at the tile's beginning.
 //
 // x goes through shared memory (cp.async), where the warps of a q find the same. A chunk's rows are 128 bytes there, with
 // the row's parity xor-ed into the number of a 16-byte unit: the two units that a lane (g, t) reads are then free of bank
@@ -178,7 +179,8 @@ extern "C" __global__ void BOUNDS w4a16(
     const bf16* b,                           // [rank / 16, 128 tiles_n, 16]
     float4* partial,                         // [2 blocks, SLICES * TILES, 128]
     uint32_t* counters,                      // [2 MAX_BLOCKS], zero and left zero
-    uint32_t* x_ready,                       // [2], the same: the kernel that computes u says so; or null: it is
+    uint32_t* x_ready,                       // [2], the same; null: x is there when the kernel before is over
+    int publishers,                          // so many counts in x_ready say that x is there
     int m, int k, int n, int tiles_n, int parts, int rank, float factor) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, r = threadIdx.x / 32 % WARPS_M, q = threadIdx.x / FINISHERS;
     const int chunks = (k + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -249,17 +251,13 @@ extern "C" __global__ void BOUNDS w4a16(
                 if (u == nullptr) wait_for_previous_kernel();  // else that is u's, which has waited for x
                 start_next_kernel();
             } else {
-                if (threadIdx.x == 0) {
-                    wait_for_publishers(x_ready, 1);
-                    start_next_kernel();  // which may count there again
-                }
+                if (threadIdx.x == 0) wait_for_publishers(x_ready, publishers);
                 __syncthreads();
             }
             if constexpr (RESIDENT)
 #pragma unroll 1
                 for (int i = 0; i < PIECES_AHEAD; ++i) ask_for_piece();
         }
-        is_first = false;
 
         // x of up to 8 tokens. A lane that has no columns (left) keeps those of an earlier chunk, or zeros.
         const bf16* x_row = x + static_cast<uint64_t>(min(first_token + g, m - 1)) * k + t * 16;
@@ -297,6 +295,11 @@ extern "C" __global__ void BOUNDS w4a16(
         } else if constexpr (!RESIDENT) {
             load_x(0);
         }
+        if (is_first && x_ready != nullptr && threadIdx.x == 0) {  // while x is on its way
+            take_count_back(x_ready);
+            start_next_kernel();  // which may count there again
+        }
+        is_first = false;
 
         Sums sums = {};
         int stage = STAGES - 1;  // the one that was read last
@@ -383,8 +386,8 @@ extern "C" __global__ void BOUNDS w4a16(
                 }
             }
         }
+        if (u != nullptr || x_ready != nullptr) wait_for_previous_kernel();  // u is there; all before this kernel are over
         if (u != nullptr) {
-            wait_for_previous_kernel();
             for (int slice = 0; slice < rank / 16; ++slice) {  // lane t: ranks 4 t .. 4 t + 3 of u and B
                 uint32_t rows[SLICES][4];
 #pragma unroll

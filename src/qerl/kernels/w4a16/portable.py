@@ -22,6 +22,7 @@ from jaxtyping import BFloat16, Int32
 from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
+from qerl.kernels.announcement import Announcement
 from qerl.kernels.layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, ScaleFormat
 from qerl.kernels.nvrtc import (
     Kernel,
@@ -136,32 +137,41 @@ def w4a16_portable(
     bias: BFloat16[Tensor, " n"] | None = None,
     adapter: PackedAdapter | None = None,
     variant: Variant | None = None,
+    announcement: Announcement | None = None,
 ) -> BFloat16[Tensor, "m n"]:
-    """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled."""
+    """x W^T + bias + u B^T on CUDA. Raises nvrtc.CompilerMissing where the kernel cannot be compiled.
+
+    announcement: of x, by the kernel right before.
+    """
     m, k = x.shape
     has_adapter = adapter is not None
     key = "portable", m, has_adapter, variant
     plan = weight.plans.get(key) or _make_plan(weight, m, has_adapter, variant, x.device)
     y = torch.empty(m, plan.n, dtype=torch.bfloat16, device=x.device)
+    assert announcement is None or (x.is_contiguous() and x.data_ptr() % 16 == 0), "what is announced is read as it is"
     x = aligned(x)
-    partial = counters = u = b = parts = rank = x_ready = 0
+    partial = counters = u = b = parts = rank = 0
     if plan.shared:
         partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
         counters = stream_counters(x.device)[: 2 * _MAX_BLOCKS]
     try:
         if adapter is not None:
             if _has_clusters(x.device):
-                x_ready = prepare.x_ready_of(stream_counters(x.device))
-                u = prepare.adapter_input(x, adapter, plan.variant.tokens, x_ready)
+                counter = None
+                if announcement is None:  # then the kernel that computes u says that x is there
+                    announcement = Announcement(prepare.x_ready_of(stream_counters(x.device)))
+                    counter = announcement.by(1)
+                u = prepare.adapter_input(x, adapter, plan.variant.tokens, counter)
             else:
                 u = _adapter_input(x, adapter, plan.variant)
             b = adapter.b
             parts, rank, _ = adapter.a.shape
+        x_ready, publishers = (0, 0) if announcement is None else (announcement.counter, announcement.publishers)
         plan.kernel.launch(
             (plan.blocks, 1, 1), plan.variant.threads, plan.shared_bytes,
             (
                 plan.tiles, plan.global_scale, plan.table, x, y, 0 if bias is None else bias.contiguous(), u, b,
-                partial, counters, x_ready, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
+                partial, counters, x_ready, publishers, m, k, plan.n, plan.tiles_n, parts, rank, plan.factor,
             ),
             overlap=plan.overlap,
         )  # fmt: skip
@@ -240,6 +250,11 @@ def _adapter_input(
 @cache
 def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torch.device) -> Kernel:
     return kernel(SOURCE, name, variant.defines(scale_format), device)
+
+
+def awaits_count(device: torch.device) -> bool:
+    """Whether products wait for x by a count."""
+    return _has_clusters(device)
 
 
 @cache

@@ -36,7 +36,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         }
     wait_for_previous_kernel();
     if (!AT_ONCE && blockIdx.x >= tile_blocks) start_next_kernel();
-    if (SLICES > 0 && tile_blocks == 0 && blockIdx.x == 0 && threadIdx.x == 0) add_release(x_ready, 1);
+    if (SLICES > 0 && tile_blocks == 0 && x_ready != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+        add_release(x_ready, 1);
     if (blockIdx.x < tile_blocks) {
         for (int first = (blockIdx.x * TURNS) * THREADS + threadIdx.x; first < pieces;
              first += tile_blocks * TURNS * THREADS) {

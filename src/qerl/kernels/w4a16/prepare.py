@@ -4,8 +4,8 @@
     x [m, k] --> x in tiles of wgmma's order; with an adapter u, too    for hopper.py, in one launch
 
 The kernel lets the product start at once. Without an adapter the product waits for this kernel's end; with one it waits
-for x by a count in memory (`x_ready_of`), which it takes back, and for u when it needs that. So whoever launches this
-kernel with an adapter launches a product behind it, or forgets the counters.
+for x by a count in memory (`x_ready_of`), which it takes back, and for u when it needs that. Who makes x may count
+(announcement.py); else this kernel does, and whoever launches it launches a product behind it, or forgets the counters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, beside=True)
 """Without an adapter."""
-_FEW = Shape(threads=128, registers=56, batch=8, units=1, ahead=4, at_once=True, beside=True)
+_FEW = Shape(threads=128, registers=48, batch=8, units=1, ahead=3, at_once=True, beside=True)
 _SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, beside=False)
 _MANY = Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
 _WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME, 128: _MANY}
@@ -59,11 +59,12 @@ def shape_of(tokens: int, slices: int) -> Shape:
 
 
 def adapter_input(
-    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"]
+    x: BFloat16[Tensor, "m k"], adapter: PackedAdapter, tokens: int, x_ready: Int32[Tensor, " two"] | None
 ) -> BFloat16[Tensor, "token_tiles parts slices tokens 16"]:
     """u = round(scaling * (x A^T)) alone, in tiles of so many tokens; x contiguous. Rows beyond m are undefined.
 
-    Counts 1 in x_ready when the stream's kernels before it are over, for a kernel behind it that needs u only late.
+    Counts 1 in x_ready when the stream's kernels before it are over, for a kernel behind it that needs u only late;
+    None: who makes x counts.
     """
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
@@ -72,7 +73,7 @@ def adapter_input(
         (adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
         shape_of(tokens, rank // SLICE).threads,
         0,
-        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, x_ready),
+        (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, 0 if x_ready is None else x_ready),
         overlap=True,
     )
     return u
