@@ -9,6 +9,7 @@ from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
 from qerl.kernels.w4a16 import w4a16, w4a16_add_, w4a16_input_grad
+from qerl.kernels.w4a16.dense import splits_in_float32
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((128,), 64), ((96,), 80), ((128, 64, 64), 128), ((256, 128, 128), 192), ((16, 300), 48)]
@@ -72,6 +73,22 @@ def test_addition(rows, k, shared, with_bias, dtype, device):
     expected, magnitude = b + x.double() @ dense.T, y.double().abs() + 4 + x.double().abs() @ dense.abs().T
     w4a16_add_(y, x, weight, bias)
     assert_rounded_once(y, expected, magnitude)
+
+
+@pytest.mark.parametrize("setting", [True, False, (False, False)])
+def test_how_cublas_adds_splits_is_as_it_was_before(setting):
+    matmul = torch.backends.cuda.matmul
+    names = "allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k"
+    if isinstance(setting, tuple) and not hasattr(matmul, names[1]):
+        pytest.skip("this torch has no setting for splits")
+    matmul.allow_bf16_reduced_precision_reduction = setting
+    try:
+        before = [getattr(matmul, name, None) for name in names]
+        with splits_in_float32():
+            assert not matmul.allow_bf16_reduced_precision_reduction
+        assert [getattr(matmul, name, None) for name in names] == before
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,10 +10,13 @@ beta, and rounded once. So it costs one rounding of the smaller term beyond the 
 
 It costs 2.6 bytes of traffic a weight on top of the GEMM's own, so it is the path for a thousand tokens and more.
 cuBLAS may split K and add the splits in bf16 unless torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-is off.
+is off, as it is for what is added to an addend.
 """
 
 from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import BFloat16
@@ -71,11 +74,26 @@ def w4a16_add_dense_(
         w, of_run = dense[start : start + rows].T, slice(first, first + rows)
         out = y[:, of_run]
         if scale is not None and bias is None:
-            out.addmm_(x, w, alpha=scale)
+            with splits_in_float32():
+                out.addmm_(x, w, alpha=scale)
         else:
             sums = torch.mm(x, w, out_dtype=torch.float32).mul_(weight.row_scale[of_run] if scale is None else scale)
             out.copy_((sums if bias is None else sums.add_(bias[of_run])).add_(out))
         first += rows
+
+
+@contextmanager
+def splits_in_float32() -> Generator[None]:
+    """cuBLAS adds no splits of K in bf16; the setting is then as it was before."""
+    matmul = torch.backends.cuda.matmul
+    if not matmul.allow_bf16_reduced_precision_reduction:
+        yield
+        return
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = True
 
 
 def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) -> BFloat16[Tensor, "m k"]:
