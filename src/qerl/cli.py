@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
 Mistakes of a user end in one line on stderr and exit code 2; a run that was stopped and saved ends with 130, one that
-cannot go on, or has no memory left, with 1.
+cannot go on, has no memory left, or by its plan does not fit, with 1.
 """
 
 from __future__ import annotations
@@ -462,7 +462,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as JSON.")] = False,
 ) -> None:
-    """Say what a run will take, and whether it fits a card, without loading anything."""
+    """Say what a run will take, and whether it fits a card, without loading anything; exit code 1 if it does not."""
     settings = _load(config, overrides)
     import torch
     from rich.console import Console
@@ -478,6 +478,8 @@ def plan(
         print(json.dumps(show.as_json(made), indent=2))
     else:
         show.show(made, Console())
+    if made.card is not None and not made.card.fits:
+        raise typer.Exit(1)
 
 
 @bench.command("step")

@@ -60,6 +60,20 @@ def test_a_reward_function_that_teaches_nothing_is_named_once(rewards, tmp_path,
     assert "reward half:" not in said
 
 
+@pytest.mark.parametrize(("gradeless", "told"), [(1, 1), (0, 0), (4, 0)])
+def test_many_completions_without_a_grade_are_told_once(tmp_path, monkeypatch, gradeless, told):
+    """Of four a step. All of them: a task without a grader."""
+    grade = ArithmeticTask.grade_batch
+
+    def some(self, texts, columns, **more):
+        return [None] * gradeless + grade(self, texts, columns, **more)[gradeless:]
+
+    monkeypatch.setattr(ArithmeticTask, "grade_batch", some)
+    rows, said = train(tmp_path / "run", "steps=2")
+    assert [row["ungraded"] for row in rows] == [gradeless] * 2
+    assert said.count("the grader could not judge 1 of 4 completions") == told == said.count("the grader could not")
+
+
 def test_what_is_not_there_is_not_logged(tmp_path):
     rows, said = train(tmp_path / "run", "steps=1", "noise.enabled=false")
     assert [row["step"] for row in rows] == [1]  # no evaluation, no step 0

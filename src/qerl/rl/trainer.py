@@ -65,6 +65,7 @@ from qerl.tasks.rewards import RewardRunner
 from qerl.types import Example, SamplingParams
 
 STEPS_BEFORE_WARNING = 5  # steps in a row in which no group's rewards differ
+UNGRADED_SHARE = 0.1  # of a step's completions: more are told
 SMALLEST_RATE_SCALE = 1 / 32  # what noise.on_divergence = "cut_lr" leaves of the learning rate, at least
 
 
@@ -138,6 +139,7 @@ class Trainer:
         self.steps_without_signal = 0
         self.recent: deque[dict[str, Any]] = deque(maxlen=CONSTANT_STEPS)  # metrics of the newest steps
         self.called_constant: set[str] = set()
+        self.called_ungraded = False
         self.stop_requested = False
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -264,6 +266,7 @@ class Trainer:
             metrics["memory/rss"] = _peak_resident_bytes()
         self._warn_without_signal(rollout)
         self._warn_of_constant_rewards(metrics)
+        self._warn_of_ungraded(metrics["ungraded"], sum(len(group.completions) for group in rollout.sampled))
         mismatch_kl = metrics.get("mismatch_kl", math.nan)
         self.controller.observe(Observation(mismatch_kl, metrics["rollout_entropy"], metrics["reward_group_std"]))
         if "mismatch_kl" in metrics:  # not where no completion was trained on
@@ -294,6 +297,15 @@ class Trainer:
                     f"{metrics[f'rewards/{name}/mean']:g} in this one: it teaches nothing any more, since no group "
                     "differs in it"
                 )
+
+    def _warn_of_ungraded(self, ungraded: int, completions: int) -> None:
+        """Say once that many completions have no grade. All of them: a task that has no grader."""
+        if not self.called_ungraded and completions * UNGRADED_SHARE < ungraded < completions:
+            self.called_ungraded = True
+            self.display.warning(
+                f"the grader could not judge {ungraded} of {completions} completions: accuracy counts them as wrong. "
+                "Are there reference answers that it cannot read? docs/troubleshooting.md, Completions are ungraded"
+            )
 
     # ------------------------------------------------------------------ noise
 

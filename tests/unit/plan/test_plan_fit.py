@@ -303,7 +303,7 @@ def run(*arguments: str):
 
 def test_the_command_prints_tables(models):
     result = run(f"model.path={models / '7B'}", "rollout.max_completion_length=16384", "--gpu", "24GB")
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception  # it does not fit
     for text in ("packed base", "3.676", "does not fit a card of 24 GB", "would fit: ", "a step on NVIDIA H200"):
         assert text in result.output
 
@@ -317,6 +317,7 @@ def test_a_cache_that_holds_no_completion_is_no_plan(models):
 def test_the_command_prints_json(models):
     arguments = [str(ROOT / "examples" / RECIPES["32B"]), f"model.path={models / '32B'}"]
     result = run(*arguments, "--gpu", "80GB", "--json")
+    assert result.exit_code == 0, result.exception
     printed = json.loads(result.output)
     config = load_config(arguments[0], arguments[1:])
     assert printed == json.loads(json.dumps(as_json(make_plan(config, 80_000_000_000))))
