@@ -298,12 +298,12 @@ class Trainer:
                     "differs in it"
                 )
 
-    def _warn_of_ungraded(self, ungraded: int, completions: int) -> None:
+    def _warn_of_ungraded(self, ungraded: float, completions: int) -> None:
         """Say once that many completions have no grade. All of them: a task that has no grader."""
         if not self.called_ungraded and completions * UNGRADED_SHARE < ungraded < completions:
             self.called_ungraded = True
             self.display.warning(
-                f"the grader could not judge {ungraded} of {completions} completions: accuracy counts them as wrong. "
+                f"the grader could not judge {ungraded:g} of {completions} completions: accuracy counts them as wrong. "
                 "Are there reference answers that it cannot read? docs/troubleshooting.md, Completions are ungraded"
             )
 
