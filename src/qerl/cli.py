@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from qerl import __version__
-from qerl.config import ConfigError, ModelConfig, RunConfig, Section, load_config, validate
+from qerl.config import ConfigError, ModelConfig, RunConfig, Section, load_config, model_folder, validate
 from qerl.display import ByteProgress
 
 app = typer.Typer(
@@ -92,6 +92,7 @@ def train(
 ) -> None:
     """Train adapters by reinforcement learning."""
     settings = _load(config, overrides)
+    model_folder(settings.model.path)  # before what takes seconds to import
     from qerl.display import Display
     from qerl.report.plot import plot_run
     from qerl.rl.trainer import Interrupted, RunFailed, Trainer
@@ -264,6 +265,7 @@ def inspect(
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{file}: there is no folder {file.parent}")
+    model_folder(model)
     from qerl.evaluate.show import show_progress
     from qerl.inspection.text import compare_text
     from qerl.inspection.weights import compare_weights, open_pair, stored_format
@@ -304,6 +306,7 @@ def generate(
 ) -> None:
     """Sample completions of a prompt."""
     _choice("--format", format, FORMATS)
+    model_folder(model)
     from qerl.evaluate.show import show_progress
     from qerl.generate import Generator
 
@@ -374,11 +377,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure accuracy on a task's held-out problems: greedy, Pass@1, pass@k, majority@k, with 95 % intervals."""
+    if model is not None and "=" in model and not Path(model).is_dir():
+        model, overrides = None, [model, *(overrides or [])]
+    if model is not None:
+        model_folder(model)
     from qerl.evaluate.command import Settings, run
     from qerl.evaluate.files import read_settings
 
-    if model is not None and "=" in model and not Path(model).is_dir():
-        model, overrides = None, [model, *(overrides or [])]
     _choice("--format", format, FORMATS)
     if temperature == 0:
         raise ValueError(

@@ -47,6 +47,9 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
+EMBEDDED = Path(__file__).resolve().parent / "embedded"
+"""The small model that comes with the package."""
+
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -112,6 +115,17 @@ class ModelConfig(Section):
                 "take one of them out"
             )
         return self
+
+
+def model_folder(path: str) -> Path:
+    """The folder that `path` names. ValueError: it is no transformers model's."""
+    folder = EMBEDDED if path == "embedded" else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
+            "download one first (hf download OWNER/NAME --local-dir FOLDER), or use path = 'embedded'"
+        )
+    return folder
 
 
 class LoraConfig(Section):

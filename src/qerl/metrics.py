@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+CONSTANT_STEPS = 20  # in a row without a difference: then a reward function is called constant
 
 
 class Metric(NamedTuple):
@@ -133,3 +136,17 @@ def check_names(names: Iterable[str]) -> None:
     """Hold names that are about to be logged against the table; KeyError at the first without a row."""
     for name in names:
         describe(name)
+
+
+def constant_since(rows: Sequence[Mapping[str, Any]], function: str) -> int | None:
+    """The step since which a reward function has given all completions of each step one value.
+
+    `rows`: the metrics of steps in a row. None unless the last CONSTANT_STEPS of them, or more, are like that.
+    """
+
+    def constant(row: Mapping[str, Any]) -> bool:
+        mean = row.get(f"rewards/{function}/mean")  # NaN, or null in the log: there was no value at all
+        return mean is not None and mean == mean and row[f"rewards/{function}/std"] == 0
+
+    found = list(takewhile(constant, reversed(rows)))
+    return found[-1]["step"] if len(found) >= CONSTANT_STEPS else None

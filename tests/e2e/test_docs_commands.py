@@ -34,8 +34,8 @@ import typer
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.config import LoraConfig, ModelConfig, RunConfig, load_config, validate
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.config import EMBEDDED, LoraConfig, ModelConfig, RunConfig, load_config, validate
+from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora, lora_factors
 from qerl.rl.checkpoint import save_adapter
 from qerl.tasks import load_task

@@ -51,8 +51,8 @@ def test_equal_rewards_are_said_aloud(rewards, tmp_path):
 
 @pytest.mark.parametrize(("weight", "told"), [(0.5, 1), (0.0, 0)])
 def test_a_reward_function_that_teaches_nothing_is_named_once(rewards, tmp_path, monkeypatch, weight, told):
-    for module in ("summary", "trainer"):
-        monkeypatch.setattr(f"qerl.rl.{module}.CONSTANT_STEPS", 2)
+    for module in ("metrics", "rl.trainer"):
+        monkeypatch.setattr(f"qerl.{module}.CONSTANT_STEPS", 2)
     _, said = train(
         tmp_path / "run", f'rewards.functions=["{rewards}:same","{rewards}:half"]', f"rewards.weights=[{weight},1]"
     )

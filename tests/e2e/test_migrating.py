@@ -12,8 +12,7 @@ import datasets
 import pytest
 from peft import LoraConfig
 
-from qerl.config import RunConfig, Section, validate
-from qerl.nn.load import EMBEDDED
+from qerl.config import EMBEDDED, RunConfig, Section, validate
 from qerl.rl.log import read_metrics
 from qerl.tasks import load_task
 

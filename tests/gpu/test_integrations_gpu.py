@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qerl
 from qerl import doctor
-from qerl.config import ModelConfig
+from qerl.config import EMBEDDED, ModelConfig
 from qerl.integrations.transformers import packed_linears
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

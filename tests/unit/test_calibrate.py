@@ -18,7 +18,7 @@ import qerl.calibrate as module
 import qerl.formats.writing as writing
 from qerl.calibrate import calibrate, calibrated_quantize
 from qerl.cli import app
-from qerl.config import LoraConfig, ModelConfig, RunConfig
+from qerl.config import EMBEDDED, LoraConfig, ModelConfig, RunConfig
 from qerl.engine.norms import NormBuffers
 from qerl.export import export
 from qerl.formats import int4, mxfp4, nvfp4
@@ -30,7 +30,7 @@ from qerl.formats.writing import quantize_checkpoint, write_dense
 from qerl.inspection.text import compare_text
 from qerl.inspection.weights import compare_weights, open_pair
 from qerl.nn.attention import packed_forward
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora, attach_saved_adapter
 from qerl.noise import NoiseDraw, applied, noise_sites, relative_noise
 from qerl.rl.checkpoint import save_adapter

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -55,6 +57,26 @@ def test_numbers_out_of_range_are_refused(arguments):
 def test_a_format_that_is_none_is_refused_in_one_line(command):
     result = qerl(command, "embedded", "--format", "int3")
     assert str(result.exception) == "--format int3: choose one of nvfp4, mxfp4, nf4, int4, bf16"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["report", "no/such"], "no/such holds no metrics.jsonl"),
+        (["train", "model.path=no/such"], "model.path: no/such is not the folder of a transformers model"),
+        (["eval", "no/such", "--task", "arithmetic"], "model.path: no/such is not the folder of a transformers model"),
+        (["generate", "no/such", "1+1=?"], "model.path: no/such is not the folder of a transformers model"),
+        (["inspect", "no/such"], "model.path: no/such is not the folder of a transformers model"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_folder_that_is_not_there_is_told_before_torch_is_imported(command, words, tmp_path):
+    code = (
+        f"import sys, qerl.cli; sys.argv = {['qerl', *command]!r}\n"
+        "try: qerl.cli.main()\nfinally: print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert words in ran.stderr and ran.returncode == 2 and ran.stdout == "False\n", ran
 
 
 def test_greedy_decoding_is_no_temperature_of_an_evaluation():

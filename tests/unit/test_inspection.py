@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.config import ModelConfig
+from qerl.config import EMBEDDED, ModelConfig
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import dequantize, distortion, format_named
 from qerl.formats.writing import quantize_checkpoint
@@ -25,7 +25,7 @@ from qerl.inspection.text import MEASURES, compare_text, read_windows
 from qerl.inspection.weights import compare_weights, open_pair, stored_format
 from qerl.nn.attention import packed_forward
 from qerl.nn.linear import PackedLinear
-from qerl.nn.load import EMBEDDED, load_model, open_base
+from qerl.nn.load import load_model, open_base
 from qerl.nn.stream import streamed
 from qerl.nn.structure import decoder_layers
 from qerl.report.inspection import as_json

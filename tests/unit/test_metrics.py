@@ -17,11 +17,11 @@ import qerl
 from qerl.config import TaskConfig
 from qerl.display import COLUMNS
 from qerl.live import BLOCKS
-from qerl.metrics import METRICS, check_names, describe
+from qerl.metrics import CONSTANT_STEPS, METRICS, check_names, constant_since, describe
 from qerl.report.panels import PANELS
 from qerl.rl.loss import LossSums
 from qerl.rl.rollout import Rollout
-from qerl.rl.summary import CONSTANT_STEPS, UpdateTotals, constant_since, rollout_metrics
+from qerl.rl.summary import UpdateTotals, rollout_metrics
 from qerl.tasks import load_task
 from qerl.types import Completion, RolloutGroup
 

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrain
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.config import LoraConfig, ModelConfig, RolloutConfig, load_config
+from qerl.config import EMBEDDED, LoraConfig, ModelConfig, RolloutConfig, load_config
 from qerl.display import Display
 from qerl.engine import Engine, build_engine
 from qerl.engine.vllm.norms import find_norms
 from qerl.engine.vllm.worker import PolicyWorker
 from qerl.formats.writing import quantize_checkpoint
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 from qerl.nn.lora import LoraLinear, adapters_disabled, attach_lora
 from qerl.noise import NoiseDraw, applied, noise_sites
 from qerl.rl.trainer import Trainer

@@ -34,11 +34,11 @@ from transformers import (
 )
 
 from qerl import philox
+from qerl.config import EMBEDDED
 from qerl.engine.vllm.norms import find_norms
 from qerl.integrations.trl.callback import AQNCallback, stand_ins
 from qerl.integrations.trl.callback import find_norms as find_places
 from qerl.integrations.trl.vllm import WORKER
-from qerl.nn.load import EMBEDDED
 from qerl.noise import NoiseDraw, applied
 
 pytest.importorskip("vllm")

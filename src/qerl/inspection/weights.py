@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from qerl.config import ModelConfig
+from qerl.config import ModelConfig, model_folder
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import Distortion, dequantize, distortion
 from qerl.formats.folding import Fold, read_folds
-from qerl.nn.load import Base, model_folder, open_base
+from qerl.nn.load import Base, open_base
 
 Progress = Callable[[int, int], None]
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from qerl.config import ModelConfig
+from qerl.config import ModelConfig, model_folder
 from qerl.formats.checkpoint import FUSED_GROUPS, Checkpoint, Quantization
 from qerl.formats.codes import BF16, Codes, FourBits, format_named
 from qerl.formats.folding import read_folds
@@ -40,9 +40,6 @@ from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
 
 logger = logging.getLogger(__name__)
-
-EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
-"""The small model that comes with the package."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -118,17 +115,6 @@ class Base:
 def _moved(codes: Codes, device: torch.device) -> Codes:
     tensors: list[Any] = [None if tensor is None else tensor.to(device) for tensor in codes]
     return type(codes)(*tensors)
-
-
-def model_folder(path: str) -> Path:
-    """The folder that `path` names. ValueError: it is no transformers model's."""
-    folder = EMBEDDED if path == "embedded" else Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {folder} is not the folder of a transformers model (it has no config.json): "
-            "download one first (hf download OWNER/NAME --local-dir FOLDER), or use path = 'embedded'"
-        )
-    return folder
 
 
 def open_base(config: ModelConfig, weights: Weights | None = None) -> Base:

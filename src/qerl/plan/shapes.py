@@ -12,16 +12,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from qerl.config import LoraConfig, ModelConfig
+from qerl.config import LoraConfig, ModelConfig, model_folder
 from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4
-from qerl.nn.load import EMBEDDED, base_format
+from qerl.nn.load import base_format
 from qerl.nn.structure import head_dim
 
 
@@ -127,9 +126,7 @@ def read_shape(config: ModelConfig) -> ModelShape:
 
     ValueError: no config.json, or an architecture that is not planned for.
     """
-    folder = EMBEDDED if config.path == "embedded" else Path(config.path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path: {folder} has no config.json: a plan needs that file at least")
+    folder = model_folder(config.path)
     try:
         model: Any = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:

@@ -17,8 +17,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from qerl.live import clock
+from qerl.metrics import constant_since
 from qerl.rl.log import read_metrics, read_run
-from qerl.rl.summary import constant_since
 
 
 class Headline(NamedTuple):

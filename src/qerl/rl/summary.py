@@ -8,11 +8,9 @@ function could score is in no mean of rewards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +18,6 @@ from torch import Tensor
 from qerl.rl.loss import LossSums
 from qerl.rl.rollout import Rollout
 from qerl.tasks import Task
-
-CONSTANT_STEPS = 20  # in a row without a difference: then a reward function is called constant
 
 
 def rollout_metrics(rollout: Rollout, task: Task, *, require_tags: bool = True) -> dict[str, float]:
@@ -66,20 +62,6 @@ def rollout_metrics(rollout: Rollout, task: Task, *, require_tags: bool = True) 
             f"rewards/{name}/failed": failed,
         }
     return metrics
-
-
-def constant_since(rows: Sequence[Mapping[str, Any]], function: str) -> int | None:
-    """The step since which a reward function has given all completions of each step one value.
-
-    `rows`: the metrics of steps in a row. None unless the last CONSTANT_STEPS of them, or more, are like that.
-    """
-
-    def constant(row: Mapping[str, Any]) -> bool:
-        mean = row.get(f"rewards/{function}/mean")  # NaN, or null in the log: there was no value at all
-        return mean is not None and mean == mean and row[f"rewards/{function}/std"] == 0
-
-    found = list(takewhile(constant, reversed(rows)))
-    return found[-1]["step"] if len(found) >= CONSTANT_STEPS else None
 
 
 @dataclass

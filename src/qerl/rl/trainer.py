@@ -36,6 +36,7 @@ from qerl.engine import build_engine, check_engine
 from qerl.engine.mapped import mapped_bytes
 from qerl.evaluate import Grading, evaluate
 from qerl.evaluate.show import show_progress
+from qerl.metrics import CONSTANT_STEPS, constant_since
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
 from qerl.nn.lora import attach_lora
 from qerl.nn.recompute import recompute_layers
@@ -57,7 +58,7 @@ from qerl.rl.checkpoint import (
 from qerl.rl.log import RunLog, read_run, write_completions_parquet
 from qerl.rl.optimizer import check_optimizer
 from qerl.rl.rollout import PromptStream, Rollout, collect_groups
-from qerl.rl.summary import CONSTANT_STEPS, constant_since, rollout_metrics
+from qerl.rl.summary import rollout_metrics
 from qerl.rl.trackers import Trackers, check_installed
 from qerl.rl.update import Learner, NotFinite, Watch
 from qerl.tasks import Task, load_task

@@ -14,13 +14,12 @@ import torch
 from tiny_policies import policy
 from torch import nn
 
-from qerl.config import ConfigError, ModelConfig, RolloutConfig, load_config
+from qerl.config import EMBEDDED, ConfigError, ModelConfig, RolloutConfig, load_config
 from qerl.engine.vllm import setup
 from qerl.engine.vllm.adapters import adapter_factors, names_missing
 from qerl.engine.vllm.norms import NoisyNorms, find_norms
 from qerl.formats.folding import Fold
 from qerl.formats.writing import quantize_checkpoint
-from qerl.nn.load import EMBEDDED
 from qerl.nn.lora import adapters_disabled
 from qerl.noise import SITE_NAMES, NoiseDraw, applied, noise_sites
 from qerl.plan.memory import Target, plan_memory

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from qerl.config import ModelConfig
+from qerl.config import EMBEDDED, ModelConfig
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import dequantize
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 
 PYTHON = os.environ.get("LLM_COMPRESSOR_PYTHON")
 STORED = Path(__file__).parent / "llm_compressor"

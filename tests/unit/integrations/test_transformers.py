@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrain
 from transformers.quantizers import AutoQuantizationConfig
 
 import qerl
-from qerl.config import LoraConfig, ModelConfig
+from qerl.config import EMBEDDED, LoraConfig, ModelConfig
 from qerl.formats.codes import format_named
 from qerl.formats.folding import CALIBRATION_FILE
 from qerl.formats.writing import quantize_checkpoint
 from qerl.integrations.transformers import TRANSFORMERS_VERSIONS, HubLinear, packed_linears
 from qerl.kernels.layout import unpack
 from qerl.nn.linear import PackedLinear
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora
 
 ROOT = Path(__file__).parents[3]

@@ -28,13 +28,12 @@ from transformers import (
 )
 
 from qerl import philox
-from qerl.config import ConfigError
+from qerl.config import EMBEDDED, ConfigError
 from qerl.formats.awq import exact_in_norm
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.folding import Calibration, Fold, Folded, write_calibration
 from qerl.formats.writing import write_dense
 from qerl.integrations.trl.callback import TRL_VERSIONS, AQNCallback, find_norms, stand_ins
-from qerl.nn.load import EMBEDDED
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import decoder_layers
 from qerl.noise import NoiseDraw, NoiseSchedule, applied

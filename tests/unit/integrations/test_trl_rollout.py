@@ -14,12 +14,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qerl
-from qerl.config import ConfigError
+from qerl.config import EMBEDDED, ConfigError
 from qerl.engine.engine import PagedEngine
 from qerl.engine.hf import TransformersEngine
 from qerl.integrations.trl import EngineRollout
 from qerl.integrations.trl.rollout import ROLLOUT_VERSIONS
-from qerl.nn.load import EMBEDDED
 from qerl.nn.structure import decoder_layers
 
 trl = pytest.importorskip("trl")

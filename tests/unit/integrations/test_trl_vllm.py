@@ -11,12 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 from qerl import philox
+from qerl.config import EMBEDDED
 from qerl.engine.vllm.norms import find_norms
 from qerl.engine.vllm.worker import PolicyWorker
 from qerl.integrations.trl.callback import AQNCallback
 from qerl.integrations.trl.rollout import EngineRollout
 from qerl.integrations.trl.vllm import WORKER
-from qerl.nn.load import EMBEDDED
 from qerl.noise import NoiseDraw
 
 pytest.importorskip("trl")

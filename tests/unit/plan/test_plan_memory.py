@@ -16,7 +16,7 @@ from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 
-from qerl.config import RunConfig, load_config
+from qerl.config import EMBEDDED, RunConfig, load_config
 from qerl.engine import build_engine
 from qerl.engine.engine import PagedEngine
 from qerl.engine.kv_cache import KVCache
@@ -27,7 +27,7 @@ from qerl.kernels.layout import PackedWeight
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.linear import PackedLinear
-from qerl.nn.load import EMBEDDED, load_model
+from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import decoder_layers, head

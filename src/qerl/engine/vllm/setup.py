@@ -15,9 +15,9 @@ from importlib.util import find_spec
 
 from packaging.specifiers import SpecifierSet
 
-from qerl.config import ModelConfig, RolloutConfig
+from qerl.config import ModelConfig, RolloutConfig, model_folder
 from qerl.formats.checkpoint import Checkpoint
-from qerl.nn.load import model_folder, resolve_device
+from qerl.nn.load import resolve_device
 
 VLLM_VERSIONS = ">=0.32,<0.33"
 """What the tests were run against; another version gets a warning."""
