@@ -155,9 +155,9 @@ class Decoder:
                 norms = HeadNorms(head_gains[2 * i], head_gains[2 * i + 1], self._eps) if self._has_head_norms else None
                 ready = layer.o.announcement(len(x))
                 delta = layer.o(attend(i, q, k, v, Rotation(cos, sin, norms), ready), adapter_gain, ready)[0]
-                gate, up = norm(2 * i + 1, layer.gate_up)
                 ready = layer.down.announcement(len(x))
-                delta = layer.down(swiglu(gate, up, ready), adapter_gain, ready)[0]
+                # gate and up get no names: they would hold their memory until the next layer has its own.
+                delta = layer.down(swiglu(*norm(2 * i + 1, layer.gate_up), announcement=ready), adapter_gain, ready)[0]
         except BaseException:  # an interrupt, say, between what is announced and who waits for it
             forget_counters()
             raise

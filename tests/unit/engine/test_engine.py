@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -360,7 +362,7 @@ def test_an_interrupt_between_an_announcement_and_its_product_leaves_no_count(
     engine, asked, forgotten = paged(policy("qwen2")), requests(5, 9), []
     expected = engine.generate(asked, SAMPLING)
 
-    def interrupted(*_: object) -> torch.Tensor:
+    def interrupted(*_: object, **__: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -369,6 +371,25 @@ def test_an_interrupt_between_an_announcement_and_its_product_leaves_no_count(
         engine.generate(asked, SAMPLING)
     assert forgotten
     assert_same(engine.generate(asked, SAMPLING), expected)
+
+
+def test_gate_and_up_are_gone_when_their_layer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill's largest tensors: kept, they would lie beside the next layer's, of which `qerl plan` knows nothing."""
+    engine, alive, seen = paged(policy("qwen2")), list[weakref.ref[torch.Tensor]](), []
+
+    def activation(gate: torch.Tensor, up: torch.Tensor, announcement: object) -> torch.Tensor:
+        alive.extend(map(weakref.ref, (gate, up)))
+        return torch.nn.functional.silu(gate) * up
+
+    def product(self: Projection, *arguments: Any) -> Sequence[torch.Tensor]:
+        seen.append(sum(tensor() is not None for tensor in alive))
+        return call(self, *arguments)
+
+    call = Projection.__call__
+    monkeypatch.setattr("qerl.engine.model.swiglu", activation)
+    monkeypatch.setattr(Projection, "__call__", product)
+    engine.generate(requests(5, 9), SAMPLING)
+    assert alive and not any(seen)
 
 
 def test_every_eos_id_ends_a_completion() -> None:
