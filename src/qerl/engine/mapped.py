@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -64,8 +65,11 @@ class MappedMemory:
         if self.is_mapped:
             return
         free, _ = torch.cuda.mem_get_info(self._range.device)
-        if free < self._range.size + LEFT_FREE:
-            torch.cuda.empty_cache()
+        if free >= self._range.size + LEFT_FREE:
+            with suppress(torch.OutOfMemoryError):  # another process may have taken what was free
+                self._range.map()
+                return
+        torch.cuda.empty_cache()
         self._range.map()
 
     def unmap(self) -> None:

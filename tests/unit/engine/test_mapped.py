@@ -166,6 +166,22 @@ def test_torch_keeps_what_it_has_unused_where_there_is_room(driver: Driver, free
     assert driver.calls.count("empty_cache") == gives_back
 
 
+def test_torch_gives_back_what_it_has_unused_where_the_room_has_gone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took it between the question and the call, or the driver counts as free what it cannot give."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 80 * MIB))
+    driver.free = 4 * MIB
+
+    def give_back() -> None:
+        driver.free = 10 * MIB
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    memory = MappedMemory(8 * MIB, GPU)
+    memory.map()
+    assert memory.is_mapped and driver.free == 2 * MIB
+
+
 @pytest.mark.parametrize("name", ["cuMemMap", "cuMemSetAccess"])
 @pytest.mark.parametrize(("error", "kind"), [(2, torch.OutOfMemoryError), (700, RuntimeError)])
 def test_what_was_half_made_is_undone(driver: Driver, name: str, error: int, kind: type[Exception]) -> None:
