@@ -11,11 +11,12 @@
 
 What a start costs (about a microsecond, of two that a small kernel takes) then passes beside the kernel before, and the
 weights that w4a16 loads before its own wait come while the small kernels between two products run. It is safe since
-each kernel waits for its predecessor before it reads or writes anything: what is complete for one is for all that
-follow. Behind what lets nobody start early (torch's own kernels, a copy, an event of another stream) a kernel starts
-when all blocks of that have ended, but what they wrote is sure to be there only after the wait. So what may be read
-ahead of the wait (a norm's gain, older keys and values) was written before the last kernel that lets nobody start
-early, and not by it.
+each kernel waits for its predecessor before it reads what a kernel may still write, and before it writes: what is
+complete for one is for all that follow. (A product may wait for a count of its predecessor's instead, announcement.py:
+all before that one are over then. For its end it waits later.) Behind what lets nobody start early (torch's own
+kernels, a copy, an event of another stream) a kernel starts when all blocks of that have ended, but what they wrote is
+sure to be there only after the wait. So what may be read ahead of the wait (a norm's gain, older keys and values) was
+written before the last kernel that lets nobody start early, and not by it.
 
 sm_90 and newer; elsewhere, and in Triton's interpreter, launches are plain.
 """

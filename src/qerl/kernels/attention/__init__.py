@@ -15,8 +15,9 @@ Triton kernels run.
     anything else                        reference.py: copies the pages (8-bit ones: in q's dtype), torch's attention
 
 Called by the engine's decode steps, which have written the new token's key and value before. The Triton kernel reads
-page_table, lengths and the rows of all tokens but each sequence's last while kernels before it run: these may not come
-from one that overlaps (overlap.py). Leaves out prompts (many query tokens a sequence) and sliding windows.
+page_table, lengths and the rows of all tokens but each sequence's last while kernels before it run: these were written
+before the last kernel that lets nobody start early, and not by it (overlap.py; in a decode step that is the look-up of
+rotary angles). Leaves out prompts (many query tokens a sequence) and sliding windows.
 """
 
 from __future__ import annotations

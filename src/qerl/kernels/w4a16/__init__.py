@@ -100,7 +100,7 @@ def w4a16(
 
 
 def awaited(device: torch.device, dtype: torch.dtype, tokens: int) -> Announcement | None:
-    """For x of the product that the current stream computes next; None where it waits for the kernel before it."""
+    """For x of a product that the current stream will compute; None where that waits for the kernel before it."""
     if torch.compiler.is_compiling() or path_of(device, dtype, tokens) != "portable" or not awaits_count(device):
         return None
     return Announcement(x_ready_of(stream_counters(device)))
