@@ -75,6 +75,16 @@ def test_addition(rows, k, shared, with_bias, dtype, device):
     assert_rounded_once(y, expected, magnitude)
 
 
+@pytest.mark.parametrize("tokens", [300, 4096])
+def test_addition_in_bf16_of_as_many_tokens_as_training_has(tokens, device):
+    """cuBLAS chooses other kernels for them."""
+    weight, dense = make((256, 128), 512, device)
+    x, y = (draw(tokens, n, seed=n).to(device, torch.bfloat16) for n in (512, 384))
+    expected, magnitude = y.double() + x.double() @ dense.T, y.double().abs() + x.double().abs() @ dense.abs().T
+    w4a16_add_(y, x, weight)
+    assert_rounded_once(y, expected, magnitude)
+
+
 @pytest.mark.parametrize("setting", [True, False, (False, False)])
 def test_how_cublas_adds_splits_is_as_it_was_before(setting):
     matmul = torch.backends.cuda.matmul
