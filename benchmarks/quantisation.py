@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from qerl.bench.step import commit_here
 from qerl.calibrate import calibrated_quantize
 from qerl.config import ModelConfig, RolloutConfig, TaskConfig
 from qerl.evaluate.command import Settings, run
@@ -35,9 +36,7 @@ from qerl.formats.codes import format_named
 from qerl.inspection.text import compare_text
 from qerl.inspection.weights import compare_weights, open_pair
 
-AWQ_AMAX, WEIGHTED, AWQ = (
-    {"awq": awq, "weighted": weighted} for awq, weighted in ((True, False), (False, True), (True, True))
-)
+WEIGHTED, AWQ = {"awq": False, "weighted": True}, {"awq": True, "weighted": True}
 
 ROWS: list[tuple[str, dict[str, Any], dict[str, bool] | None]] = [  # label, settings of [model], calibration
     ("bf16", {"format": "bf16"}, None),
@@ -52,14 +51,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, bool] | None]] = [  # label, set
     ),
     ("nf4", {"format": "nf4", "double_quant": False}, None),
     ("nf4, double quantization", {"format": "nf4"}, None),
-    *(
-        row
-        for format in ("nvfp4", "mxfp4")
-        for row in (
-            (f"{format}, weighted", {"format": format}, WEIGHTED),
-            (f"{format}, AWQ, amax", {"format": format, "scale": "amax"}, AWQ_AMAX),
-        )
-    ),
+    ("nvfp4, weighted", {"format": "nvfp4"}, WEIGHTED),
 ]
 """bf16 has no scales, and NF4 no choice of them: neither `sweep` nor AWQ is for it."""
 
@@ -134,7 +126,8 @@ def measure(
         greedy = summary["policies"][0]["greedy"]
         row["accuracy"], row["problems"] = greedy["tag_free"]["pass@1"], greedy["num_problems"]
         clock.lap("accuracy")
-    return row | {"seconds": clock.seconds}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return row | {"seconds": clock.seconds, "device": device, "torch": torch.__version__, "commit": commit_here()}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -58,6 +58,7 @@ ConfigFile = Annotated[
 ]
 
 FORMATS: tuple[str, ...] = get_args(ModelConfig.model_fields["format"].annotation)
+PICTURES = (".png", ".svg", ".pdf")
 PACKED_FORMATS = tuple(format for format in FORMATS if format != "bf16")
 FormatOption = Annotated[
     str,
@@ -154,6 +155,8 @@ def quantize(
     scale = scale or ("weighted" if calibrate else "sweep")
     _choice("--format", format, PACKED_FORMATS)
     _choice("--scale", scale, ("sweep", "amax", "weighted"))
+    if calibrate is None and (not awq or windows != 256 or length != 2048):
+        raise ValueError("--no-awq, --windows and --length are of a calibration: name its text, --calibrate FILE")
     if scale == "weighted" and calibrate is None:
         raise ValueError("--scale weighted: name the text to weigh by, --calibrate FILE")
     if calibrate is not None and not awq and scale != "weighted":
@@ -258,13 +261,17 @@ def inspect(
     windows: Annotated[int, typer.Option(min=1, help="Most windows of the text.")] = 16,
     worst: Annotated[int, typer.Option(min=0, help="Layers to list.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all numbers.", show_default=False)] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="PNG to draw.", show_default=False)] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help=f"Picture to draw, {', '.join(PICTURES)}.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Say how far a 4-bit model is from its bf16 weights: SQNR by layer and, on text, KL, agreement and entropy."""
     for file in (json_file, plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{file}: there is no folder {file.parent}")
+    if plot_file is not None and plot_file.suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {plot_file}: its name must end with {', '.join(PICTURES)}")
     model_folder(model)
     from qerl.evaluate.show import show_progress
     from qerl.inspection.text import compare_text

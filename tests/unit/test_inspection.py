@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -275,3 +276,15 @@ def test_the_command_without_text(folders, tmp_path):
 )
 def test_the_command_refuses(arguments, message):
     assert message in str(command("embedded", *arguments).exception)
+
+
+def test_a_reference_with_nan_is_refused_by_name(folders, tmp_path):
+    source = Checkpoint(folders["qwen2"])
+    broken = tmp_path / "broken"
+    shutil.copytree(folders["qwen2"], broken)
+    tensors = {name: source.tensor(name).clone() for name in source.names()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"{broken}: {name} has NaN or infinity")):
+        compare_weights(*open_pair(ModelConfig(path=str(folders["nvfp4"]), format="nvfp4"), broken))

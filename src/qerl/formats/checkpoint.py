@@ -218,7 +218,7 @@ def from_stored(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing: {path.parent} is not a complete transformers model folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
@@ -263,7 +263,9 @@ def _check_index(folder: Path, index: dict[str, str], shard_of: dict[str, str]) 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     """Which packed format the folder is in. ValueError for one that is not NVFP4 or MXFP4 weights."""
-    found: dict[str, Any] = config.get("quantization_config") or {}
+    found: Any = config.get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / 'config.json'}: quantization_config is {found!r}, and no object with settings")
     if not found and (folder / MODELOPT_CONFIG).is_file():  # where ModelOpt wrote it before transformers read it
         found = {"quant_method": "modelopt", **_read_json(folder / MODELOPT_CONFIG).get("quantization", {})}
     if not found:
@@ -276,7 +278,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     sizes = {part["group_size"] for part in (found, *weights) if "group_size" in part}
     stored = found.get("format") if method == "compressed-tensors" else None
     for format, block in BLOCKS.items():
-        if stored == COMPRESSED_TENSORS[format] and sizes <= {block}:
+        if stored == COMPRESSED_TENSORS[format] and sizes <= {block} and _is_float4(weights):
             return Quantization("compressed-tensors", format)
     if stored == COMPRESSED_TENSORS["int4"] and _is_int4(weights):
         return Quantization("compressed-tensors", "int4")
@@ -285,13 +287,19 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
         return Quantization("bitsandbytes", "nf4")
     if method == "modelopt" and found.get("quant_algo") == "NVFP4" and sizes <= {BLOCKS["nvfp4"]}:
         return Quantization("modelopt", "nvfp4")
-    told = ("quant_method", "format", "quant_algo", "group_size", "load_in_8bit", "bnb_4bit_quant_type")
-    what = {key: found[key] for key in told if key in found}
+    told = ("quant_method", "format", "quant_algo", "group_size", "num_bits", "type")
+    told += ("load_in_8bit", "bnb_4bit_quant_type")
+    what = {key: part[key] for part in (*weights, found) for key in told if key in part}
     raise ValueError(
         f"{folder} is quantized as {what}, which is not understood: give a bf16 folder, or one in compressed-tensors "
         f"{', '.join(COMPRESSED_TENSORS.values())} (NVFP4 in blocks of 16, MXFP4 of 32, INT4 in groups of "
         f"{', '.join(map(str, GROUPS))}), ModelOpt NVFP4, or bitsandbytes NF4"
     )
+
+
+def _is_float4(weights: list[dict[str, Any]]) -> bool:
+    """Whether groups, where there are any, have weights that are 4-bit floating-point numbers."""
+    return all(part and (part.get("num_bits", 4), part.get("type", "float")) == (4, "float") for part in weights)
 
 
 def _is_int4(weights: list[dict[str, Any]]) -> bool:

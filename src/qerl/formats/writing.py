@@ -263,11 +263,19 @@ def packed_groups(source: DenseSource, keep: Sequence[str], format: FourBits) ->
     """Linears to pack -> those that share a global scale with it, itself among them. ValueError as write_quantized."""
     linears = packable(source, format)
     if not linears:
-        raise ValueError(f"{source.folder} has no linear layers named `..layers.<n>..weight`: not a decoder model?")
+        unfit = min((name for name in source.names() if _is_linear(source, name)), default=None)
+        if unfit is None:
+            raise ValueError(f"{source.folder} has no linear layers named `..layers.<n>..weight`: not a decoder model?")
+        raise ValueError(
+            f"{format.name} can hold none of {source.folder}'s linear layers: {unfit}, for one, has the shape "
+            f"{list(source.shape(unfit))}, whose columns are not whole blocks"
+        )
     for pattern in keep:
         if not any(fnmatchcase(module, pattern) for module in linears):
             raise ValueError(f"keep: {pattern!r} matches no linear layer; names look like {min(linears)}")
     packed = {module for module in linears if not any(fnmatchcase(module, pattern) for pattern in keep)}
+    if not packed:
+        raise ValueError(f"keep: {', '.join(map(repr, keep))} leave no linear layer to pack: use the bf16 folder")
     groups: dict[str, tuple[str, ...]] = {}
     for module in packed:
         members = tuple(member for member in _fused_with(module) if member in linears)

@@ -126,6 +126,8 @@ def compare_weights(model: Base, reference: Base, progress: Progress | None = No
         parts = model.codes(group) if group.packed else [model.weight(name) for name in group.names]
         for name, part in zip(group.names, parts, strict=True):
             weight = reference.weight(name)
+            if not weight.isfinite().all():
+                raise ValueError(f"{reference.folder}: {name}.weight has NaN or infinity: a damaged checkpoint?")
             values = part if isinstance(part, torch.Tensor) else dequantize(part, name=name)
             fold = folds.get(model.source.modules[name])
             if fold is not None:

@@ -260,6 +260,19 @@ def test_a_keep_pattern_must_match(qwen, tmp_path):
         quantize_checkpoint(qwen, tmp_path / "out", keep=["model.layer.0.*"])
 
 
+def test_patterns_that_keep_all_are_refused(qwen, tmp_path):
+    with pytest.raises(ValueError, match=r"keep: '\*' leave no linear layer to pack"):
+        quantize_checkpoint(qwen, tmp_path / "out", keep=["*"])
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_columns_that_are_no_whole_blocks_are_named(tmp_path):
+    weights = {"model.layers.0.self_attn.o_proj.weight": torch.ones(64, 72).bfloat16()}
+    folder = write(tmp_path / "in", {"model.safetensors": weights}, {})
+    with pytest.raises(ValueError, match=r"nvfp4 can hold none of .*: .*o_proj.weight, for one, .* \[64, 72\]"):
+        quantize_checkpoint(folder, tmp_path / "out")
+
+
 def test_a_fused_group_is_kept_whole(qwen, tmp_path):
     with pytest.raises(ValueError, match=r"q_proj, .*k_proj, .*v_proj are one product"):
         quantize_checkpoint(qwen, tmp_path / "out", keep=["*.0.self_attn.k_proj"])
@@ -373,11 +386,25 @@ def test_a_tensor_that_the_index_promises_is_named(qwen, tmp_path):
             "format": "nvfp4-pack-quantized",
             "config_groups": {"group_0": {"weights": {"group_size": 32}}},
         },
+        *(
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"weights": weights}},
+            }
+            for weights in ({"num_bits": 8, "type": "int", "group_size": 16}, {"num_bits": 8, "type": "float"}, None)
+        ),
     ],
 )
 def test_an_unknown_quantization_is_named(config, tmp_path):
     folder = write(tmp_path / "in", {"model.safetensors": layer_weights()}, {"quantization_config": config})
     with pytest.raises(ValueError, match=rf"quantized as .*{config['quant_method']}.*not understood"):
+        Checkpoint(folder)
+
+
+def test_a_quantization_that_is_no_object_is_refused(tmp_path):
+    folder = write(tmp_path / "in", {"model.safetensors": layer_weights()}, {"quantization_config": "nvfp4"})
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config is 'nvfp4', and no object"):
         Checkpoint(folder)
 
 
