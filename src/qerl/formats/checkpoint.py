@@ -263,9 +263,10 @@ def _check_index(folder: Path, index: dict[str, str], shard_of: dict[str, str]) 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     """Which packed format the folder is in. ValueError for one that is not NVFP4 or MXFP4 weights."""
-    found: Any = config.get("quantization_config") or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder / 'config.json'}: quantization_config is {found!r}, and no object with settings")
+    given: Any = config.get("quantization_config") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{folder / 'config.json'}: quantization_config is {given!r}, and no object with settings")
+    found = cast(dict[str, Any], given)
     if not found and (folder / MODELOPT_CONFIG).is_file():  # where ModelOpt wrote it before transformers read it
         found = {"quant_method": "modelopt", **_read_json(folder / MODELOPT_CONFIG).get("quantization", {})}
     if not found:
