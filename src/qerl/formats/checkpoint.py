@@ -266,7 +266,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> Quantization | None:
     given: Any = config.get("quantization_config") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{folder / 'config.json'}: quantization_config is {given!r}, and no object with settings")
-    found = cast(dict[str, Any], given)
+    found: dict[str, Any] = cast(dict[str, Any], given)
     if not found and (folder / MODELOPT_CONFIG).is_file():  # where ModelOpt wrote it before transformers read it
         found = {"quant_method": "modelopt", **_read_json(folder / MODELOPT_CONFIG).get("quantization", {})}
     if not found:
