@@ -83,7 +83,8 @@ TINY = {
     ],
     "eval": ["--limit", "2", "--samples", "2", "--max-new-tokens", "8"],
     "generate": ["--max-new-tokens", "8"],
-    "quantize": ["--windows", "2", "--length", "16", "--device", "cpu"],
+    "quantize": ["--device", "cpu"],
+    "quantize --calibrate": ["--windows", "2", "--length", "16", "--device", "cpu"],
     "inspect": ["--windows", "2", "--length", "16", "--device", "cpu"],
 }
 
@@ -188,7 +189,8 @@ def qerl(*arguments: str) -> None:
         load_config(path, overrides)
     if any("reasoning" in word for word in rest) and not find_spec("reasoning_gym"):
         return  # an extra; its options are checked, and the example's settings in tests/unit/test_examples.py
-    tiny = [] if "--from-parquet" in rest else TINY.get(name, [])
+    calibrates = name == "quantize" and "--calibrate" in rest
+    tiny = [] if "--from-parquet" in rest else TINY.get(f"{name} --calibrate" if calibrates else name, [])
     with patch("qerl.report.plot.plot_run") if name == "train" else nullcontext():  # half of a tiny run's time
         result = CliRunner().invoke(app, [name, *rest, *tiny])
     if result.exception is not None:

@@ -9,7 +9,7 @@ from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
 from qerl.kernels.w4a16 import w4a16, w4a16_add_, w4a16_input_grad
-from qerl.kernels.w4a16.dense import splits_in_float32
+from qerl.kernels.w4a16.dense import splits_in_float32, w4a16_dense
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((128,), 64), ((96,), 80), ((128, 64, 64), 128), ((256, 128, 128), 192), ((16, 300), 48)]
@@ -169,8 +169,34 @@ def test_adapter(rows, k, ranks, scales, with_bias, dtype, device):
     expected = x.double() @ dense.T + added
     magnitude = x.double().abs() @ dense.abs().T + added.abs().amax()
     if device == "cuda" and dtype == torch.bfloat16:
-        magnitude += 2.0**-9 / 2e-6 * added.abs()  # dense.py rounds bias + u B^T
+        magnitude += 2.0**-9 / 2e-6 * added.abs()  # dense.py rounds u B^T
     assert_rounded_once(y, expected, magnitude)
+
+
+def test_a_large_bias_takes_nothing_of_a_young_adapter(device, monkeypatch):
+    """By dequantisation, as long prefills go. Qwen2's keys have biases of a hundred."""
+    if device == "cpu":  # torch has float32 results of bf16 products on a GPU alone
+
+        def mm(a, b, out_dtype=torch.bfloat16, out=None):
+            product = (a.double() @ b.double()).to(out_dtype)
+            return product if out is None else out.copy_(product)
+
+        monkeypatch.setattr(torch, "mm", mm)
+    weight, dense = make((128, 64), 64, device)
+    x = integers(2000, 64, seed=1).to(device, torch.bfloat16)
+    bias = 100 + draw(192, seed=2).to(device, torch.bfloat16)
+    entries = [(integers(4, 64, seed=3), draw(n, 4, seed=n) * 7e-5, 1.0) for n in (128, 64)]
+    adapter = pack_adapter(weight, entries, torch.bfloat16)
+    y = w4a16_dense(x, weight, bias, adapter)
+    added = torch.zeros(2000, 192, dtype=torch.float64, device=device)
+    for columns, (a, b, _) in zip(added.split((128, 64), dim=1), entries, strict=True):
+        u = (x.double() @ a.to(device).double().T).bfloat16().double()
+        columns += u @ b.to(device, torch.bfloat16).double().T
+    without = x.double() @ dense.T + bias.double()
+    assert 0 < added.abs().max() < 0.25, "half a step of bf16 at a hundred: behind a rounding nothing would be left"
+    assert_rounded_once(y, without + added, without.abs() + 2.0**-9 / 2e-6 * added.abs())
+    learned = ((y.double() - without) * added).sum() / (added * added).sum()
+    assert abs(learned - 1) < 0.1
 
 
 def test_an_adapter_of_another_weight_dtype_or_device_is_refused():

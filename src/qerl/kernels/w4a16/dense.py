@@ -4,9 +4,10 @@ The scratch matrix is e2m1 * block_scale, exact in bf16. One global scale for a 
 applies it, and the bias, to the float32 sum before the one rounding. Rows with scales of their own need an epilogue
 that cuBLAS lacks: their sums are written in float32 and finished by PyTorch.
 
-With an addend (in training the adapter's part, which has a gradient; else bias + u B^T, made here) that comes first and
-is rounded to bf16 (cuBLAS takes no float32 addend); the large product is then added to it in float32, as the GEMM's
-beta, and rounded once. So it costs one rounding of the smaller term beyond the contract.
+With an adapter its part (in training made by the caller, as it has a gradient; else here) comes first and is rounded to
+bf16 (cuBLAS takes no float32 addend); the large product is then added to it in float32, as the GEMM's beta or, with a
+bias, by PyTorch, and rounded once. So it costs one rounding of the smaller term beyond the contract. A bias is no part
+of that: it may be a hundred times as large, and a young adapter would be lost in its rounding.
 
 It costs 2.6 bytes of traffic a weight on top of the GEMM's own, so it is the path for a thousand tokens and more.
 cuBLAS may split K and add the splits in bf16 unless torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -37,8 +38,8 @@ def w4a16_dense(
     n, k = weight.shape
     y = x.new_empty(x.shape[0], n)
     if adapter is not None:
-        _write_bias_and_adapter(y, x, weight, bias, adapter)
-        w4a16_add_dense_(y, x, weight)
+        _write_adapter(y, x, weight, adapter)
+        w4a16_add_dense_(y, x, weight, bias)
         return y
     dense = dequant(weight, torch.bfloat16)[:, :k]
     first = 0
@@ -106,23 +107,15 @@ def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) ->
     return (dy * weight.row_scale).to(dy.dtype) @ dense
 
 
-def _write_bias_and_adapter(
-    y: BFloat16[Tensor, "m n"],
-    x: BFloat16[Tensor, "m k"],
-    weight: PackedWeight,
-    bias: BFloat16[Tensor, " n"] | None,
-    adapter: PackedAdapter,
+def _write_adapter(
+    y: BFloat16[Tensor, "m n"], x: BFloat16[Tensor, "m k"], weight: PackedWeight, adapter: PackedAdapter
 ) -> None:
-    """y = bias + u B^T, u = scaling * (x A^T) for all parts in one product, scaled in float32 and rounded once."""
+    """y = u B^T, u = scaling * (x A^T) for all parts in one product, scaled in float32 and rounded once."""
     stacked = adapter.a.flatten(0, 1)[:, : weight.columns]
     inner = torch.mm(x, stacked.T, out_dtype=torch.float32).unflatten(1, adapter.a.shape[:2])
     u = (inner * adapter.scaling[:, None]).to(x.dtype)
     first = 0
     for i, part in enumerate(weight.parts):
         rows, b = part.rows, adapter.part_b(part).T
-        out = y[:, first : first + rows]
-        if bias is None:
-            torch.mm(u[:, i], b, out=out)
-        else:
-            out.copy_(bias[first : first + rows]).addmm_(u[:, i], b)
+        torch.mm(u[:, i], b, out=y[:, first : first + rows])
         first += rows
