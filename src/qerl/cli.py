@@ -146,17 +146,24 @@ def quantize(
     calibrate: Annotated[
         Path | None, typer.Option(help="Text file to calibrate on: AWQ, and weighted scales.", show_default=False)
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Of --calibrate: most windows of the text.")] = 256,
-    length: Annotated[int, typer.Option(min=2, help="Of --calibrate: tokens of a window.")] = 2048,
-    awq: Annotated[bool, typer.Option("--awq/--no-awq", help="Of --calibrate: fold AWQ's factors in.")] = True,
+    windows: Annotated[
+        int | None, typer.Option(min=1, help="Of --calibrate: most windows of the text.", show_default="256")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Of --calibrate: tokens of a window.", show_default="2048")
+    ] = None,
+    awq: Annotated[
+        bool | None, typer.Option("--awq/--no-awq", help="Of --calibrate: fold AWQ's factors in.", show_default="awq")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Write a folder's linear layers in 4 bits, shard by shard; called again after a cut, it goes on."""
     scale = scale or ("weighted" if calibrate else "sweep")
     _choice("--format", format, PACKED_FORMATS)
     _choice("--scale", scale, ("sweep", "amax", "weighted"))
-    if calibrate is None and (not awq or windows != 256 or length != 2048):
-        raise ValueError("--no-awq, --windows and --length are of a calibration: name its text, --calibrate FILE")
+    if calibrate is None and (awq, windows, length) != (None, None, None):
+        raise ValueError("--awq, --windows and --length are of a calibration: name its text, --calibrate FILE")
+    awq, windows, length = awq is not False, windows or 256, length or 2048
     if scale == "weighted" and calibrate is None:
         raise ValueError("--scale weighted: name the text to weigh by, --calibrate FILE")
     if calibrate is not None and not awq and scale != "weighted":

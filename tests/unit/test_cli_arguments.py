@@ -79,7 +79,7 @@ def test_a_folder_that_is_not_there_is_told_before_torch_is_imported(command, wo
     assert words in ran.stderr and ran.returncode == 2 and ran.stdout == "False\n", ran
 
 
-@pytest.mark.parametrize("option", [["--no-awq"], ["--windows", "7"], ["--length", "64"]])
+@pytest.mark.parametrize("option", [["--no-awq"], ["--awq"], ["--windows", "256"], ["--length", "64"]])
 def test_what_is_of_a_calibration_is_refused_without_one(option, tmp_path):
     result = qerl("quantize", str(tmp_path), str(tmp_path / "out"), *option)
     assert "are of a calibration: name its text, --calibrate FILE" in str(result.exception)
