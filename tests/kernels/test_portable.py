@@ -65,7 +65,7 @@ def beside(emulate, monkeypatch):
         library = emulation(source, defines, f"RUN({name})", "unused")
         return EmulatedKernel(library, name, signature_of(source, name), False, cluster)
 
-    monkeypatch.setattr(portable, "_has_clusters", lambda _: True)
+    monkeypatch.setattr(portable, "awaits_count", lambda _: True)
     monkeypatch.setattr(prepare, "kernel", emulated)
     return emulate
 

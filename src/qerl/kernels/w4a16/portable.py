@@ -156,7 +156,7 @@ def w4a16_portable(
         counters = stream_counters(x.device)[: 2 * _MAX_BLOCKS]
     try:
         if adapter is not None:
-            if _has_clusters(x.device):
+            if awaits_count(x.device):
                 counter = None
                 if announcement is None:  # then the kernel that computes u says that x is there
                     announcement = Announcement(prepare.x_ready_of(stream_counters(x.device)))
@@ -252,13 +252,9 @@ def _kernel(name: str, variant: Variant, scale_format: ScaleFormat, device: torc
     return kernel(SOURCE, name, variant.defines(scale_format), device)
 
 
-def awaits_count(device: torch.device) -> bool:
-    """Whether products wait for x by a count."""
-    return _has_clusters(device)
-
-
 @cache
-def _has_clusters(device: torch.device) -> bool:
+def awaits_count(device: torch.device) -> bool:
+    """Whether a product may wait for x by a count: of prepare.cu, whose clusters sm_90 has, or of who makes x."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
