@@ -29,7 +29,7 @@ from qerl.formats.codes import Codes
 from qerl.formats.int4 import INT4Tensor
 from qerl.formats.nf4 import NF4Tensor
 from qerl.kernels.coded import CodedWeight, coded_input_grad, coded_product
-from qerl.kernels.w4a16 import PackedWeight, pack, w4a16, w4a16_add_, w4a16_input_grad
+from qerl.kernels.w4a16 import PackedWeight, pack, w4a16, w4a16_adapted, w4a16_input_grad
 
 
 def frozen_weights(codes: Sequence[Codes]) -> Sequence[PackedWeight | CodedWeight]:
@@ -70,10 +70,12 @@ class PackedLinear(nn.Linear):
             return w4a16(x, self.packed, self.bias)
         return coded_product(x, [self.packed], self.bias)
 
-    def add_product_(self, y: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch k"]) -> None:
-        """y += x W^T + b, added in fp32 and rounded once; y contiguous. Not of a CodedWeight."""
+    def adapted_product(
+        self, x: Float[Tensor, "*batch k"], a: Float[Tensor, "r k"], b: Float[Tensor, "n r"], scaling: float
+    ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "t r"]]:
+        """x W^T + bias + u B^T, one sum in fp32, rounded once; and u = scaling * (x A^T). Not of a CodedWeight."""
         assert isinstance(self.packed, PackedWeight)
-        w4a16_add_(y, x, self.packed, self.bias)
+        return w4a16_adapted(x, self.packed, self.bias, a, b, scaling)
 
     def input_grad(self, dy: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch k"]:
         """dy W; the result is the caller's to change."""
@@ -88,13 +90,19 @@ class PackedLinear(nn.Linear):
         return self
 
 
+def without_view(y: Tensor) -> Tensor:
+    """What an autograd function may return that made y as a view.
+
+    Autograd forbids adding in place to a view that is made there, which users of a linear do (PEFT's AdaLoRA).
+    """
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: PackedLinear, bias: Tensor | None) -> Tensor:
         ctx.linear = linear
-        y = linear.product(x)
-        # Autograd forbids adding in place to a view that is made here, which users of a linear do (PEFT's AdaLoRA).
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return without_view(linear.product(x))
 
     @staticmethod
     @once_differentiable

@@ -2,20 +2,19 @@
 
     y = base(x) + scaling * ((x A^T) B^T)       A [r, K], B [N, r]; scaling = alpha / r, or alpha / sqrt(r) with rsLoRA
 
-A and B are fp32 masters, rounded to x's dtype in every forward pass, and so is u = x A^T. `adapted_product` is that
+A and B are fp32 masters, rounded to x's dtype in every forward pass, and so is x A^T. `adapted_product` is that
 equation and its gradient in as few passes over memory as the products need, and the engine computes the same one from
-what `lora_factors` hands it. One term is rounded, then the other is added to it in fp32, and the sum rounded:
+what `lora_factors` hands it:
 
-    y  = scaling * u B^T;    y += base(x)           in place, over a packed base up to rank 64: the engine's product
-                                                    (kernels/w4a16) has both in one fp32 sum, unless q, k, v or
-                                                   gate, up, which it takes together, have a higher rank among them
-    y  = base(x);    y += scaling * u B^T           in place, over any other, as the engine there; and under
-                                                    torch.compile, whose operator adds to nothing
+    u  = scaling * (x A^T);    y = base(x) + u B^T          one sum in fp32, rounded once (kernels/w4a16), over a packed
+                                                            base up to rank 64, unless q, k, v or gate, up, which the
+                                                            engine takes together, have a higher rank among them
+    u  = x A^T;  y = base(x);  y += scaling * u B^T         over any other, in place; and under torch.compile
 
-The order matters. A young adapter's part is smaller than half a step of base(x) in bf16. Added behind a rounding it is
-lost, everywhere, and a policy that samples with it is another than the one that is trained.
+The difference matters. A young adapter's part is smaller than half a step of base(x) in bf16. Added behind a rounding
+it is lost, everywhere, and a policy that samples with it is another than the one that is trained.
 
-    du = scaling * dy B;    dB = scaling * dy^T u;    dA = du^T x           dA, dB: fp32
+    du = scaling * dy B;    dB = dy^T u (scaling * dy^T u);    dA = du^T x           dA, dB: fp32
     dx = dy W;       dx += du A                     in place
 
 PEFT owns names, files and switches: `save_pretrained` writes an adapter that plain transformers + PEFT load
@@ -54,7 +53,7 @@ from qerl import philox
 from qerl.config import LoraConfig
 from qerl.kernels.adapter import MAX_RANK
 from qerl.kernels.layout import PackedWeight
-from qerl.nn.linear import PackedLinear
+from qerl.nn.linear import PackedLinear, without_view
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
 
@@ -101,15 +100,15 @@ class _AdaptedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, base: nn.Linear, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        u = F.linear(x.flatten(0, -2), a.to(x.dtype))
-        b_rounded = b.to(x.dtype).T
+        a_rounded, b_rounded = a.to(x.dtype), b.to(x.dtype)
         if isinstance(base, PackedLinear) and _takes_adapter(base, len(a)):
-            y = x.new_empty(*x.shape[:-1], base.out_features)
-            y.flatten(0, -2).addmm_(u, b_rounded, beta=0, alpha=scaling)
-            base.add_product_(y, x)
+            y, u = base.adapted_product(x, a_rounded, b_rounded, scaling)
+            y, ctx.outer = without_view(y), 1.0
         else:
+            u = F.linear(x.flatten(0, -2), a_rounded)
             y = base.product(x) if isinstance(base, PackedLinear) else F.linear(x, base.weight, bias)
-            y.flatten(0, -2).addmm_(u, b_rounded, alpha=scaling)
+            y.flatten(0, -2).addmm_(u, b_rounded.T, alpha=scaling)
+            ctx.outer = scaling
         ctx.save_for_backward(x, u, a, b)
         ctx.base, ctx.scaling = base, scaling
         return y
@@ -129,7 +128,7 @@ class _AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             da = _product_in_fp32(du.T, x.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[4]:
-            db = _product_in_fp32(dy.T, u).mul_(ctx.scaling).to(b.dtype)
+            db = _product_in_fp32(dy.T, u).mul_(ctx.outer).to(b.dtype)
         return dx, None, dbias, da, db, None
 
 

@@ -42,6 +42,7 @@ from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from qerl.kernels.lora import TILE
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
+from qerl.kernels.w4a16.dense import ROOM_STEP
 from qerl.nn.attention import VARLEN_HAS_GQA
 from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
 
@@ -164,7 +165,7 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     slots = max(_slots(config, call) for call in calls.values())  # the engine keeps the largest cache it needed
     pages = kv_pages(shape, config, target, slots, prompt, new)
     prefill = max(_prefill_tokens(config, call, prompt, new) for call in calls.values())
-    scratch = dequantisation_scratch(shape, target, prefill)
+    scratch = dequantisation_scratch(shape, target, ranks, prefill)
     if rollout.head_format == "nvfp4" and not target.on_gpu:
         rows, columns = padded_shape(_head(shape))
         scratch = max(scratch, rows * columns * _FP32)
@@ -238,13 +239,22 @@ def padded_shape(product: Product) -> tuple[int, int]:
     return sum(_round_up(rows, TILE_ROWS) for rows in product.rows), _round_up(product.columns, TILE_COLUMNS)
 
 
-def dequantisation_scratch(shape: ModelShape, target: Target, prefill_tokens: int) -> int:
-    """The one buffer: of the largest linear, as training takes them, or product, where the engine makes it dense."""
-    coded = [sum(product.rows) * product.columns for product in shape.products if product.coded]
-    packed = [product for product in shape.products if product.packed]
-    sizes = [0, *coded, *(_round_up(rows, TILE_ROWS) * padded_shape(p)[1] for p in packed for rows in p.rows)]
-    if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
-        sizes += [padded_shape(p)[0] * padded_shape(p)[1] for p in packed]
+def dequantisation_scratch(shape: ModelShape, target: Target, ranks: Mapping[str, int], prefill_tokens: int) -> int:
+    """The one buffer: of the largest linear, as training takes them, or product, where the engine makes it dense.
+
+    On a GPU an adapter's B is behind it (kernels/w4a16/dense.py).
+    """
+    sizes = [0, *(sum(product.rows) * product.columns for product in shape.products if product.coded)]
+    for product in (p for p in shape.products if p.packed):
+        rows, columns = padded_shape(product)
+        of = [ranks.get(linear.name, 0) if target.on_gpu else 0 for linear in product.linears]
+        sizes += [
+            _round_up(n, TILE_ROWS) * (columns + (_round_up(r, ROOM_STEP) if r <= MAX_RANK else 0))
+            for n, r in zip(product.rows, of, strict=True)
+        ]
+        if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
+            within = len(of) * _round_up(max(of), RANK_STEP) if max(of) <= MAX_RANK else 0
+            sizes.append(rows * (columns + within))
     return max(sizes) * target.activation_bytes
 
 

@@ -10,9 +10,10 @@ rows of W: as a GEMM's alpha, in its fp32 epilogue, or to the columns of dy (ker
     CUDA, bf16              dequant.py: a Triton kernel, one launch, each byte read and written once
     anything else           layout.decode: PyTorch table look-ups
 
-`out` is [padded rows, padded columns] of the tiles, row by row, padding zero. There is one buffer for each device and
-dtype, as large as the largest matrix so far. Two calls may follow each other on one stream, but not run on two streams
-at once. A CUDA graph keeps the buffer that it was captured with; capture after one warm-up call of the same size.
+`out` is [padded rows, padded columns] of the tiles, row by row, padding zero, with room behind each row if asked for.
+There is one buffer for each device and dtype, as large as the largest matrix so far. Two calls may follow each other on
+one stream, but not run on two streams at once. A CUDA graph keeps the buffer that it was captured with; capture after
+one warm-up call of the same size.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 _captured: dict[int, Tensor] = {}  # by address: graphs replay with these, so they are never freed
 
 
-def dequant(weight: PackedWeight, dtype: torch.dtype) -> Float[Tensor, "padded_rows padded_columns"]:
-    """The exact dense matrix without global scale, valid until the next call for this device and dtype."""
+def dequant(
+    weight: PackedWeight, dtype: torch.dtype, *, room: int = 0
+) -> Float[Tensor, "padded_rows padded_columns_and_room"]:
+    """The exact dense matrix without global scale, valid until the next call for this device and dtype.
+
+    room: columns behind the matrix's own, an even number, for the caller to write.
+    """
     rows, columns = weight.padded_shape
-    out = scratch(weight.device, dtype, rows * columns).view(rows, columns)
+    out = scratch(weight.device, dtype, rows * (columns + room)).view(rows, columns + room)
     if weight.device.type == "cuda" and dtype == torch.bfloat16:
         from qerl.kernels.dequant.dequant import dequant_bf16  # Triton is there where CUDA is
 
         dequant_bf16(weight.tiles, weight.scale_format, out)
     else:
-        decode(weight, out)
+        decode(weight, out[:, :columns])
     return out
 
 

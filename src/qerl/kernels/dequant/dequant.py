@@ -30,13 +30,14 @@ _TILE_BYTES, _CODE_BYTES = tl.constexpr(layout.TILE_BYTES), tl.constexpr(layout.
 def dequant_bf16(
     tiles: UInt8[Tensor, "tiles_n tiles_k 4608"],
     scale_format: layout.ScaleFormat,
-    out: BFloat16[Tensor, "padded_rows padded_columns"],
+    out: BFloat16[Tensor, "padded_rows padded_columns_or_more"],
 ) -> None:
-    """Write e2m1 * block_scale of every tile to `out`. Both contiguous, on one CUDA device."""
+    """Write e2m1 * block_scale of every tile to `out`, whose rows may go on. Both contiguous, on one CUDA device."""
     n_tiles, k_tiles, _ = tiles.shape
     with torch.cuda.device_of(tiles):
         e8m0: Any = scale_format == "e8m0"
-        _dequant_kernel[(n_tiles * k_tiles,)](tiles.view(torch.int32), tiles, out.view(torch.int32), k_tiles, e8m0)
+        words, pairs = tiles.view(torch.int32), out.view(torch.int32)
+        _dequant_kernel[(n_tiles * k_tiles,)](words, tiles, pairs, k_tiles, pairs.shape[1], e8m0)
 
 
 @triton.jit
@@ -65,15 +66,14 @@ def _scaled_pair(pair, scale, E8M0: tl.constexpr):
 
 
 @triton.jit
-def _dequant_kernel(words_ptr, bytes_ptr, out_ptr, k_tiles, E8M0: tl.constexpr):
+def _dequant_kernel(words_ptr, bytes_ptr, out_ptr, k_tiles, pairs_of_row, E8M0: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 256)  # 32 i + 4 g + t
     word = tl.arange(0, 4)
     at = words_ptr + tile * (_TILE_BYTES // 4) + lane[:, None] * 4 + word[None, :]
     words = tl.load(at).to(tl.uint32, bitcast=True)
     row = tile // k_tiles * _TILE_ROWS + lane // 32 * 16 + lane % 32 // 4
-    pairs_of_row = k_tiles * (_TILE_COLUMNS // 2)  # two bf16 a 32-bit element
-    column = tile % k_tiles * (_TILE_COLUMNS // 2) + lane % 4 * 8
+    column = tile % k_tiles * (_TILE_COLUMNS // 2) + lane % 4 * 8  # of pairs: two bf16 a 32-bit element
     for h in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         byte = tl.load(bytes_ptr + tile * _TILE_BYTES + _CODE_BYTES + lane * 2 + h).to(tl.uint32)
         scale = _scale(byte, E8M0)[:, None]

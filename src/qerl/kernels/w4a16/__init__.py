@@ -6,7 +6,7 @@
 
 Numeric contract of every path: e2m1 * block_scale enters exactly; x and dy enter in their own dtype; sums are float32;
 global scale, bias and adapter are applied in float32 to the finished sum; the result is rounded once, to x's dtype, as
-u is (dense.py says where cuBLAS cannot).
+u is.
 
 Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + Nv], so callers split by true sizes
 ([p.rows for p in weight.parts]) and never see the tiles. K is the true K too.
@@ -17,13 +17,13 @@ Rows come without padding: a PackedWeight of parts q, k, v gives [.., Nq + Nk + 
     CUDA from sm_80, bf16         more     dense.py: kernels/dequant into the scratch buffer, then cuBLAS
     anything else                          reference.py: in float32; on a GPU with a warning, once
 
-`_product` chooses. The gradient, and a product that is added to something (`w4a16_add_`: the trainer's linears with
-adapters), go through the scratch buffer always: training has many tokens. (Sampling through the trainer's model, for
-architectures that the engine does not know, has few, and pays for it.)
+`_product` chooses. The gradient, and the product with an adapter that is trained (`w4a16_adapted`), go through the
+scratch buffer always: training has many tokens. (Sampling through the trainer's model, for architectures that the
+engine does not know, has few, and pays for it.)
 
-In eager code no function records a graph for autograd: nn/linear.py and nn/lora.py have the autograd functions. While a
-compiler traces, `w4a16` and `w4a16_input_grad` are one operator each (ops.py), with an autograd formula; `w4a16_add_`
-has none, and is not called.
+In eager code no function records a graph for autograd: nn/linear.py and nn/lora.py have the autograd functions. While
+a compiler traces, `w4a16` and `w4a16_input_grad` are one operator each (ops.py), with an autograd formula;
+`w4a16_adapted` has none, and is not called.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from qerl.kernels.announcement import Announcement
 from qerl.kernels.layout import PackedWeight, Part, pack, unpack
 from qerl.kernels.nvrtc import CompilerMissing, compiler_version, stream_counters
 from qerl.kernels.w4a16 import ops
-from qerl.kernels.w4a16.dense import w4a16_add_dense_, w4a16_dense, w4a16_input_grad_dense
+from qerl.kernels.w4a16.dense import w4a16_adapted_dense, w4a16_dense, w4a16_input_grad_dense
 from qerl.kernels.w4a16.hopper import w4a16_hopper
 from qerl.kernels.w4a16.portable import awaits_count, w4a16_portable
 from qerl.kernels.w4a16.prepare import x_ready_of
-from qerl.kernels.w4a16.reference import w4a16_add_reference_, w4a16_input_grad_reference, w4a16_reference
+from qerl.kernels.w4a16.reference import w4a16_adapted_reference, w4a16_input_grad_reference, w4a16_reference
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ __all__ = [
     "pack_adapter",
     "unpack",
     "w4a16",
-    "w4a16_add_",
+    "w4a16_adapted",
     "w4a16_input_grad",
 ]
 
@@ -112,27 +112,36 @@ def w4a16_input_grad(dy: Float[Tensor, "*batch n"], weight: PackedWeight) -> Flo
     return (ops.w4a16_input_grad if torch.compiler.is_compiling() else compute_input_grad)(dy, weight)
 
 
-def w4a16_add_(
-    y: Float[Tensor, "*batch n"],
+def w4a16_adapted(
     x: Float[Tensor, "*batch k"],
     weight: PackedWeight,
-    bias: Float[Tensor, " n"] | None = None,
-) -> None:
-    """y += x W^T + bias in place, added in float32 and rounded once; y contiguous, of x's dtype.
+    bias: Float[Tensor, " n"] | None,
+    a: Float[Tensor, "r k"],
+    b: Float[Tensor, "n r"],
+    scaling: float,
+) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "t r"]]:
+    """x W^T + bias + u B^T, and u = scaling * (x A^T) of all t tokens, for who trains A and B.
 
-    ValueError as `w4a16`, and for y as for its x.
+    ValueError as `w4a16`; for a weight of several parts; for factors that are not the weight's, or of another dtype or
+    device than x.
     """
     _check(x, weight.columns, weight)
-    _check(y, weight.shape[0], weight)
-    if y.shape[:-1] != x.shape[:-1] or y.dtype != x.dtype or not y.is_contiguous():
-        raise ValueError(
-            f"y {list(y.shape)}, {y.dtype}, cannot take a product of {list(x.shape)}, {x.dtype}: it wants the same "
-            "batch and dtype, contiguous"
-        )
     if bias is not None:
         _check_bias(bias, x, weight)
-    add = w4a16_add_dense_ if _on_tensor_cores(x.device, x.dtype) else w4a16_add_reference_
-    add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), weight, bias)
+    n, k = weight.shape
+    if len(weight.parts) != 1 or a.shape != (len(a), k) or b.shape != (n, len(a)):
+        raise ValueError(
+            f"LoRA factors A {list(a.shape)} and B {list(b.shape)} do not fit a weight [{n}, {k}] of "
+            f"{len(weight.parts)} parts: wants one part, A [r, {k}] and B [{n}, r]"
+        )
+    if any((f.dtype, f.device) != (x.dtype, x.device) for f in (a, b)):
+        raise ValueError(
+            f"LoRA factors are {a.dtype} on {a.device} and {b.dtype} on {b.device}, the activations {x.dtype} on "
+            f"{x.device}: bring them there"
+        )
+    product = w4a16_adapted_dense if _on_tensor_cores(x.device, x.dtype) else w4a16_adapted_reference
+    y, u = product(x.reshape(-1, k), weight, bias, a, b, scaling)
+    return y.view(*x.shape[:-1], n), u
 
 
 def path_of(device: torch.device, dtype: torch.dtype, tokens: int) -> str:

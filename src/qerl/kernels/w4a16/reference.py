@@ -32,12 +32,20 @@ def w4a16_reference(
     return y.to(x.dtype)
 
 
-def w4a16_add_reference_(
-    y: Float[Tensor, "m n"], x: Float[Tensor, "m k"], weight: PackedWeight, bias: Float[Tensor, " n"] | None = None
-) -> None:
-    """y += x W^T + bias in float32, rounded once to y's dtype."""
-    sums = _sums(x, weight)
-    y.copy_((sums if bias is None else sums.add_(bias)).add_(y))
+def w4a16_adapted_reference(
+    x: Float[Tensor, "m k"],
+    weight: PackedWeight,
+    bias: Float[Tensor, " n"] | None,
+    a: Float[Tensor, "r k"],
+    b: Float[Tensor, "n r"],
+    scaling: float,
+) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m r"]]:
+    """x W^T + bias + u B^T in float32, and u; each rounded once to x's dtype."""
+    u = (x.float() @ a.float().T).mul_(scaling).to(x.dtype)
+    y = _sums(x, weight)
+    if bias is not None:
+        y += bias
+    return y.addmm_(u.float(), b.float().T).to(x.dtype), u
 
 
 def _sums(x: Float[Tensor, "m k"], weight: PackedWeight) -> Float32[Tensor, "m n"]:
