@@ -189,7 +189,7 @@ def test_adapter(rows, k, ranks, scales, with_bias, dtype, device):
 
 def double_precision(monkeypatch) -> None:
     """What w4a16_dense asks of a GPU, on a CPU: sums that are rounded once."""
-    from qerl.kernels.w4a16 import append
+    from qerl.kernels.w4a16 import widen
 
     def mm(a, b, out_dtype=torch.bfloat16):
         return (a.double() @ b.double()).to(out_dtype)
@@ -198,15 +198,13 @@ def double_precision(monkeypatch) -> None:
         sums = (alpha * (a.double() @ b.double()) + (beta * addend if beta else 0)).to(a.dtype)
         return sums if out is None else out.copy_(sums)
 
-    def append_inner(x, a, scaling, columns, room):
-        out = x.new_zeros(len(x), columns + room)
-        out[:, : x.shape[1]] = x
-        factor = scaling.repeat_interleave(len(a) // len(scaling))
-        out[:, columns : columns + len(a)] = factor * (x.double() @ a[:, : x.shape[1]].double().T)
+    def widened(x, columns, room):
+        out = torch.full((len(x), columns + room), torch.nan, dtype=x.dtype)
+        out[:, :columns] = torch.nn.functional.pad(x, (0, columns - x.shape[1]))
         return out
 
     monkeypatch.setattr(torch, "mm", mm), monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr(append, "append_inner", append_inner)
+    monkeypatch.setattr(widen, "widened", widened)
 
 
 @needs_triton

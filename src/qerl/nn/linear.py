@@ -71,11 +71,14 @@ class PackedLinear(nn.Linear):
         return coded_product(x, [self.packed], self.bias)
 
     def adapted_product(
-        self, x: Float[Tensor, "*batch k"], a: Float[Tensor, "r k"], b: Float[Tensor, "n r"], scaling: float
+        self, x: Float[Tensor, "*batch k"], a: Float[Tensor, "r k"], b: Float[Tensor, "n r"], scaling: float, room: int
     ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "t r"]]:
-        """x W^T + bias + u B^T, one sum in fp32, rounded once; and u = scaling * (x A^T). Not of a CodedWeight."""
+        """x W^T + bias + u B^T, one sum in fp32, rounded once; and u = scaling * (x A^T). Not of a CodedWeight.
+
+        room: columns behind x's rows that may be written (kernels/room.py).
+        """
         assert isinstance(self.packed, PackedWeight)
-        return w4a16_adapted(x, self.packed, self.bias, a, b, scaling)
+        return w4a16_adapted(x, self.packed, self.bias, a, b, scaling, room=room)
 
     def input_grad(self, dy: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch k"]:
         """dy W; the result is the caller's to change."""

@@ -53,9 +53,12 @@ from qerl import philox
 from qerl.config import LoraConfig
 from qerl.kernels.adapter import MAX_RANK
 from qerl.kernels.layout import PackedWeight
+from qerl.kernels.room import room_behind, room_for
 from qerl.nn.linear import PackedLinear, without_view
+from qerl.nn.mlp import GatedMLP
 from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
+from qerl.noise import SITE_NAMES
 
 _KEY_DOMAIN = 0x4C6F5241  # "LoRA": initialisation shares no key with noise or sampling
 
@@ -92,17 +95,17 @@ def adapted_product(x: Float[Tensor, "*batch k"], base: nn.Linear, factors: Lora
 
     base: a PackedLinear, or an nn.Linear whose weight is frozen.
     """
-    return _AdaptedProduct.apply(x, base, base.bias, factors.a, factors.b, factors.scaling)
+    return _AdaptedProduct.apply(x, base, base.bias, factors.a, factors.b, factors.scaling, room_behind(x))
 
 
 class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, base: nn.Linear, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+        ctx: Any, x: Tensor, base: nn.Linear, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, room: int
     ) -> Tensor:
         a_rounded, b_rounded = a.to(x.dtype), b.to(x.dtype)
         if isinstance(base, PackedLinear) and _takes_adapter(base, len(a)):
-            y, u = base.adapted_product(x, a_rounded, b_rounded, scaling)
+            y, u = base.adapted_product(x, a_rounded, b_rounded, scaling, room)
             y, ctx.outer = without_view(y), 1.0
         else:
             u = F.linear(x.flatten(0, -2), a_rounded)
@@ -129,7 +132,7 @@ class _AdaptedProduct(torch.autograd.Function):
             da = _product_in_fp32(du.T, x.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[4]:
             db = _product_in_fp32(dy.T, u).mul_(ctx.outer).to(b.dtype)
-        return dx, None, dbias, da, db, None
+        return dx, None, dbias, da, db, None, None
 
 
 def _takes_adapter(base: PackedLinear, rank: int) -> bool:
@@ -292,7 +295,19 @@ def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False)
             raise ValueError(f"the adapter on {name} is more than B A ({module.lora_variant}): not supported")
         if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module.original_module, RMSNorm):
             raise ValueError(f"a trained {name} is not supported: only RMSNorms can be trained beside adapters")
+    for layer in decoder_layers(adapted):
+        _make_room(layer)
     return adapted
+
+
+def _make_room(layer: nn.Module) -> None:
+    """Norms and SwiGLU leave room for u behind what packed products with adapters read (kernels/room.py)."""
+    adapted = [(m.get_base_layer(), len(_factors(m).a)) for m in layer.modules() if isinstance(m, LoraLinear)]
+    ranks = [r for base, r in adapted if isinstance(base, PackedLinear) and _takes_adapter(base, r)]
+    norms = [module for name in SITE_NAMES for module in getattr(layer, name, nn.Module()).modules()]
+    for module in [*norms, *layer.children()]:
+        if isinstance(module, RMSNorm | GatedMLP):
+            module.room = room_for(max(ranks, default=0))
 
 
 def _factors(layer: PeftLinear) -> LoraFactors:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.activation import swiglu, swiglu_grad
+from qerl.kernels.room import mark
+from qerl.nn.linear import without_view
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -28,24 +30,26 @@ class GatedMLP(nn.Module):
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.room = 0
+        """Columns to leave behind the rows of what `down_proj` reads (kernels/room.py)."""
 
     def forward(self, x: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         """The block's output, without the residual."""
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(mark(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x), self.room), self.room))
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, room: int) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return swiglu(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+        return without_view(swiglu(gate.flatten(0, -2), up.flatten(0, -2), room=room).view(gate.shape))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         dgate, dup = swiglu_grad(*(x.flatten(0, -2) for x in (grad, gate, up)))
-        return dgate.view(gate.shape), dup.view(gate.shape)
+        return dgate.view(gate.shape), dup.view(gate.shape), None
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.norm import add_rms_norm_, rms_norm_grad
+from qerl.kernels.room import mark
+from qerl.nn.linear import without_view
 from qerl.noise import NoiseRows
 
 
@@ -30,6 +32,8 @@ class RMSNorm(nn.Module):
 
     noise: NoiseRows | None
     """Z of the forward passes from now on; None: clean."""
+    room: int
+    """Columns to leave behind the rows of the result, for the products that read it (kernels/room.py)."""
     fold: Tensor | None
     """fp32 [h]: the factors that `weight` was divided by; None: all ones."""
 
@@ -37,14 +41,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
         self.eps = eps
-        self.noise = None
+        self.noise, self.room = None, 0
         self.register_buffer("fold", None, persistent=False)
 
     def forward(self, x: Float[Tensor, "*batch h"]) -> Float[Tensor, "*batch h"]:
         """Normalise the last dimension of x."""
-        if self.noise is None:
-            return rms_norm(x, self.weight, self.eps)
-        return rms_norm(x, self.weight, self.eps, self.noise.rows, self.noise.index)
+        rows, index = (None, None) if self.noise is None else (self.noise.rows, self.noise.index)
+        return mark(rms_norm(x, self.weight, self.eps, rows, index, self.room), self.room)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
@@ -57,6 +60,7 @@ def rms_norm(
     eps: float,
     noise: Float[Tensor, "s h"] | None = None,
     index: Int64[Tensor, " t"] | None = None,
+    room: int = 0,
 ) -> Float[Tensor, "*batch h"]:
     """(weight + noise[index]) * x / rms(x). Without an index, `noise` is one row for every token."""
     if noise is not None:
@@ -64,16 +68,19 @@ def rms_norm(
             raise ValueError(f"{len(noise)} noise rows but no index: say which row each token takes")
         if index is not None and index.numel() * x.shape[-1] != x.numel():
             raise ValueError(f"the noise index has {index.numel()} entries for {x.numel() // x.shape[-1]} tokens")
-    return _RMSNorm.apply(x, weight, eps, noise, index)
+    return _RMSNorm.apply(x, weight, eps, noise, index, room)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, noise: Tensor | None, index: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, noise: Tensor | None, index: Tensor | None, room: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, noise, index)
         ctx.eps = eps
         tokens, gain = x.reshape(-1, x.shape[-1]), _gain(weight, noise)
-        return add_rms_norm_(tokens, None, gain, eps, index, new_gain=noise is not None).view(x.shape)
+        y = add_rms_norm_(tokens, None, gain, eps, index, new_gain=noise is not None, room=room)
+        return without_view(y.view(x.shape))
 
     @staticmethod
     @once_differentiable
@@ -87,7 +94,7 @@ class _RMSNorm(torch.autograd.Function):
             wide = tokens.float()
             inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
             grad_weight = (grad.float() * (wide * inverse_rms)).sum(0)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _gain(weight: Tensor, noise: Tensor | None) -> Float32[Tensor, "s h"]:

@@ -15,7 +15,8 @@ same on loaded models. T is the tokens of the longest micro-batch, b the bytes o
 A layer keeps for its backward pass, in numbers a token (H hidden, I intermediate, Q and KV the widths of q and of k):
 
     norms             2 H
-    what LoRA reads   H (q, k, v), H (gate, up); those of o and down are kept by their neighbours or I; the ranks
+    what LoRA reads   H (q, k, v), H (gate, up); those of o and down are kept by their neighbours or I; the ranks;
+                      on a GPU, over a packed base, the largest rank three times more: room behind rows
     attention         q, k, v, its output: 2 Q + 2 KV, and 4 bytes a head (log of the softmax's sum)
     SwiGLU            gate, up: 2 I
 
@@ -41,8 +42,8 @@ from qerl.formats.codes import INT4, NF4, NVFP4
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
 from qerl.kernels.layout import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from qerl.kernels.lora import TILE
+from qerl.kernels.room import room_for
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
-from qerl.kernels.w4a16.dense import ROOM_STEP
 from qerl.nn.attention import VARLEN_HAS_GQA
 from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
 
@@ -249,7 +250,7 @@ def dequantisation_scratch(shape: ModelShape, target: Target, ranks: Mapping[str
         rows, columns = padded_shape(product)
         of = [ranks.get(linear.name, 0) if target.on_gpu else 0 for linear in product.linears]
         sizes += [
-            _round_up(n, TILE_ROWS) * (columns + (_round_up(r, ROOM_STEP) if r <= MAX_RANK else 0))
+            _round_up(n, TILE_ROWS) * (columns + (room_for(r) if r <= MAX_RANK else 0))
             for n, r in zip(product.rows, of, strict=True)
         ]
         if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
@@ -441,6 +442,9 @@ def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int],
     numbers += hidden * (not names.isdisjoint({"q_proj", "k_proj", "v_proj"}))
     numbers += hidden * (not names.isdisjoint({"gate_proj", "up_proj"}))
     numbers += intermediate * ("down_proj" in names)
+    if target.on_gpu and target.activation_bytes == 2:  # kernels/room.py: behind both norms' results and SwiGLU's
+        within = [ranks.get(linear.name, 0) for p in layer.products if p.packed for linear in p.linears]
+        numbers += 3 * room_for(min(max(within, default=0), MAX_RANK))  # above 64 there is none
     repeated = target.on_gpu and target.activation_bytes == 2 and not VARLEN_HAS_GQA  # k and v for every head of q
     numbers += 2 * q + 2 * (q if repeated else kv)
     if not (target.on_gpu and target.activation_bytes == 2) and "o_proj" in names:

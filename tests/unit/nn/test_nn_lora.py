@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl.config import LoraConfig
 from qerl.formats.codes import NF4, NVFP4
-from qerl.nn import recompute
+from qerl.kernels.room import empty_with_room
+from qerl.nn import mlp, recompute, rmsnorm
 from qerl.nn.attention import packed_forward
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.lora import (
@@ -41,7 +42,10 @@ def config(family="qwen2", **options):
 
 def adapted_model(family="qwen2", *, trained=True, **options):
     """A packed model with adapters; B is random where `trained`, so that they do something."""
-    model = attach_lora(quantized_pair(family)[0], config(family, **options), seed=7)
+    base = quantized_pair(family)[0]
+    for layer in decoder_layers(base):
+        layer.mlp = mlp.gated_mlp(layer.mlp) or layer.mlp  # as nn/load.py has it
+    model = attach_lora(base, config(family, **options), seed=7)
     if trained:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -175,6 +179,39 @@ def packed_linear():
     codes = NVFP4().quantize(torch.randn(128, 64, generator=generator))
     a, b = (torch.randn(size, generator=generator, requires_grad=True) for size in ((4, 64), (128, 4)))
     return PackedLinear(frozen_weights([codes])[0], torch.randn(128, generator=generator)), LoraFactors(a, b, 0.7)
+
+
+def roomy(kernel):
+    """A kernel's reference, with room behind its rows as on a GPU."""
+
+    def run(*args, room, **options):
+        y = kernel(*args, **options)
+        return empty_with_room(y, *y.shape, room).copy_(y)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options, room", [({}, 8), ({"r": 65}, None), ({"train_norms": True, "rank_pattern": {"up_proj": 17}}, 24)]
+)
+def test_adapters_may_write_behind_what_norms_and_swiglu_make(options, room, monkeypatch):
+    expected, rooms, product = gradients(adapted_model(**options)), {}, PackedLinear.adapted_product
+
+    def writing(self, x, a, b, scaling, room):
+        rooms[id(self)] = room
+        if room:
+            x.data.as_strided((*x.shape[:-1], x.shape[-1] + room), x.stride())[..., x.shape[-1] :] = torch.nan
+        return product(self, x, a, b, scaling, room)
+
+    monkeypatch.setattr("qerl.nn.rmsnorm.add_rms_norm_", roomy(rmsnorm.add_rms_norm_))
+    monkeypatch.setattr("qerl.nn.mlp.swiglu", roomy(mlp.swiglu))
+    monkeypatch.setattr(PackedLinear, "adapted_product", writing)
+    model = adapted_model(**options)
+    found = gradients(model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    linears = [(name.split(".")[-2], m) for name, m in model.named_modules() if isinstance(m, PackedLinear)]
+    wanted = {} if room is None else {id(m): 0 if name == "o_proj" else room for name, m in linears}
+    assert len(linears) == 14 and rooms == wanted
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])

@@ -119,7 +119,7 @@ def test_a_sum_of_weight_and_noise_is_a_new_gain(monkeypatch):
 
     seen, real = [], rmsnorm.add_rms_norm_
     monkeypatch.setattr(
-        rmsnorm, "add_rms_norm_", lambda *args, new_gain: seen.append(new_gain) or real(*args, new_gain=new_gain)
+        rmsnorm, "add_rms_norm_", lambda *args, new_gain, room: seen.append(new_gain) or real(*args, new_gain=new_gain)
     )
     x, norm = problem(3, 16)
     norm(x)

@@ -317,7 +317,7 @@ def test_the_peak_of_a_micro_batch_with_kernels_within_a_tenth(folder, recompute
         recompute_layers(model)
     monkeypatch.setattr("qerl.nn.rmsnorm.add_rms_norm_", lambda x, *_, **__: x * 1)
     monkeypatch.setattr("qerl.nn.rmsnorm.rms_norm_grad", lambda dy, *_: dy * 1)
-    monkeypatch.setattr("qerl.nn.mlp.swiglu", lambda gate, up: gate * up)
+    monkeypatch.setattr("qerl.nn.mlp.swiglu", lambda gate, up, room: gate * up)
     monkeypatch.setattr("qerl.nn.mlp.swiglu_grad", lambda dy, gate, up: (dy * up, dy * gate))
     monkeypatch.setattr("qerl.nn.self_attention.rotate_and_store_", lambda *_: None)
     monkeypatch.setattr("qerl.nn.head.token_statistics", lambda scores, *_: [scores[:, 0].float() for _ in range(3)])

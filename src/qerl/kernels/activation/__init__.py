@@ -5,7 +5,7 @@
 
 silu is rounded to the numbers' dtype, as transformers' two operations round it; each result is rounded once.
 
-Contract: rows of gate and up may be far apart (views of one product's output); results are contiguous.
+Contract: rows of gate and up may be far apart (views of one product's output); gradients are contiguous.
 
     device, dtype         path
     CUDA, bf16            swiglu.py, swiglu_grad.py: Triton, each byte read and written once
@@ -25,13 +25,13 @@ from qerl.kernels.announcement import Announcement
 
 
 def swiglu(
-    gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"], announcement: Announcement | None = None
+    gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"], announcement: Announcement | None = None, *, room: int = 0
 ) -> Float[Tensor, "t n"]:
-    """silu(gate) * up. announcement: of the result."""
+    """silu(gate) * up. announcement: of the result; room: columns to leave behind its rows (room.py), for who can."""
     if gate.is_cuda and gate.dtype == torch.bfloat16:
         from qerl.kernels.activation.swiglu import swiglu_bf16  # Triton is there where CUDA is
 
-        return swiglu_bf16(gate, up, announcement)
+        return swiglu_bf16(gate, up, announcement, room)
     return swiglu_reference(gate, up)
 
 

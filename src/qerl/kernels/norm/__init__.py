@@ -35,16 +35,17 @@ def add_rms_norm_(
     *,
     new_gain: bool = False,
     announcement: Announcement | None = None,
+    room: int = 0,
 ) -> Float[Tensor, "t h"]:
     """Add `delta` to x in place; the norm of the sum. gain is [h], [1, h], [t, h], or the rows that `index` names.
 
     new_gain: the kernel right before may have written it, so that one has to be over before anything is read;
-    announcement: of the result.
+    announcement: of the result; room: columns to leave behind its rows (room.py), for who can.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from qerl.kernels.norm.add_rms_norm import add_rms_norm_bf16_  # Triton is there where CUDA is
 
-        return add_rms_norm_bf16_(x, delta, gain, eps, index, new_gain=new_gain, announcement=announcement)
+        return add_rms_norm_bf16_(x, delta, gain, eps, index, new_gain=new_gain, announcement=announcement, room=room)
     return add_rms_norm_reference_(x, delta, gain, eps, index)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from qerl.kernels.announcement import Announcement
 from qerl.kernels.numerics import rounded
 from qerl.kernels.overlap import announce, overlapping, overlaps, wait_for_previous
+from qerl.kernels.room import empty_with_room
 
 
 def add_rms_norm_bf16_(
@@ -29,13 +30,14 @@ def add_rms_norm_bf16_(
     *,
     new_gain: bool = False,
     announcement: Announcement | None = None,
+    room: int = 0,
 ) -> Float[Tensor, "t h"]:
     """`add_rms_norm_` on one CUDA device; all rows contiguous."""
     tokens, h = x.shape
     rows = gain.view(-1, h)
     assert x.stride(1) == 1 and rows.stride(1) == 1 and (delta is None or delta.stride(1) == 1)
     assert index is not None or len(rows) in (1, tokens)
-    out = torch.empty(tokens, h, dtype=x.dtype, device=x.device)
+    out = empty_with_room(x, tokens, h, room)
     width = triton.next_power_of_2(h)
     warps = min(max(width // 256, 4), 16)  # 8 columns a thread, up to 4,096
     sizes: Any = {"H": h, "WIDTH": width, "num_warps": warps}
@@ -53,6 +55,7 @@ def add_rms_norm_bf16_(
             x.stride(0),
             x.stride(0) if delta is None else delta.stride(0),
             0 if len(rows) == 1 else rows.stride(0),
+            out.stride(0),
             **sizes,
             **which,
             **overlap,
@@ -73,6 +76,7 @@ def _add_rms_norm_kernel(
     x_stride,
     delta_stride,
     gain_stride,
+    out_stride,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
@@ -96,5 +100,5 @@ def _add_rms_norm_kernel(
         tl.store(x_ptr + token * x_stride + column, new_x, mask=inside)
         x = new_x.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-    tl.store(out_ptr + token * H + column, rounded(gain * (x * inverse_rms), dtype), mask=inside)
+    tl.store(out_ptr + token * out_stride + column, rounded(gain * (x * inverse_rms), dtype), mask=inside)
     announce(counter_ptr, ANNOUNCE)

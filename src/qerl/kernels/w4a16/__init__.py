@@ -119,8 +119,12 @@ def w4a16_adapted(
     a: Float[Tensor, "r k"],
     b: Float[Tensor, "n r"],
     scaling: float,
+    *,
+    room: int = 0,
 ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "t r"]]:
     """x W^T + bias + u B^T, and u = scaling * (x A^T) of all t tokens, for who trains A and B.
+
+    room: columns behind x's rows that may be written (kernels/room.py); then nothing is copied.
 
     ValueError as `w4a16`; for a weight of several parts; for factors that are not the weight's, or of another dtype or
     device than x.
@@ -140,7 +144,7 @@ def w4a16_adapted(
             f"{x.device}: bring them there"
         )
     product = w4a16_adapted_dense if _on_tensor_cores(x.device, x.dtype) else w4a16_adapted_reference
-    y, u = product(x.reshape(-1, k), weight, bias, a, b, scaling)
+    y, u = product(x.reshape(-1, k), weight, bias, a, b, scaling, room)
     return y.view(*x.shape[:-1], n), u
 
 

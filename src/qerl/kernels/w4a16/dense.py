@@ -6,9 +6,11 @@ that cuBLAS lacks: their sums are written in float32 and finished by PyTorch.
 
 An adapter is more columns of that product, so that base and adapter are one float32 sum:
 
-    y = alpha [x, u_0, u_1, ..] [W, B_0 / alpha, 0, ..  ]^T        u_p = round(scaling_p * (x A_p^T)): append.py
+    y = alpha [x, u_0, u_1, ..] [W, B_0 / alpha, 0, ..  ]^T        u_p = round(scaling_p * (x A_p^T));
                                 [W, 0, B_1 / alpha, ..  ]          alpha is a power of two in what qerl quantises:
                                                                    B / alpha is exact; else it is rounded once more
+
+u goes behind the rows of x where its producer has left room (kernels/room.py); else x is copied (widen.py).
 
 (To add the product to what is there, as cuBLAS's beta does, would not do: its kernels for Hopper round the product
 first, so that a young adapter, smaller than half a step of bf16, is lost. Seen with all sizes of training on an H200.)
@@ -20,18 +22,15 @@ is off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from jaxtyping import BFloat16, Float32
+from jaxtyping import BFloat16
 from torch import Tensor
 
 from qerl.kernels.adapter import PackedAdapter
 from qerl.kernels.dequant import dequant
 from qerl.kernels.layout import PackedWeight
+from qerl.kernels.room import room_for
 
-ROOM_STEP = 8
-"""Columns behind W and x are a multiple of it: rows of both then start at multiples of 16 bytes."""
 _LEAST_ALPHA = 2.0**-64  # B over less than that might not be finite
 
 
@@ -43,8 +42,20 @@ def w4a16_dense(
 ) -> BFloat16[Tensor, "m n"]:
     """x W^T + bias + u B^T on CUDA."""
     if adapter is None:
-        return _product(x, None, dequant(weight, torch.bfloat16), weight, bias)
-    return _adapted(x, weight, bias, adapter.a.flatten(0, 1), adapter.scaling, [*map(adapter.part_b, weight.parts)])[0]
+        return _product(x, dequant(weight, torch.bfloat16), weight, bias, room=0)
+    parts, rank, _ = adapter.a.shape
+    room = parts * rank
+    both = _with_room(x, weight, room, behind=0)
+    x, u = both.tensor_split([-room], dim=1)
+    inner = torch.mm(x, adapter.a.flatten(0, 1).T, out_dtype=torch.float32).unflatten(1, (parts, rank))
+    torch.mul(inner, adapter.scaling[:, None], out=u.unflatten(1, (parts, rank)))
+    dense = dequant(weight, torch.bfloat16, room=room)
+    first = dense.shape[1] - room
+    dense[:, first:].zero_()
+    for part in weight.parts:
+        dense[part.start : part.start + part.rows, first : first + rank] = adapter.part_b(part)
+        first += rank
+    return _product(both, dense, weight, bias, room)
 
 
 def w4a16_adapted_dense(
@@ -54,10 +65,19 @@ def w4a16_adapted_dense(
     a: BFloat16[Tensor, "r k"],
     b: BFloat16[Tensor, "n r"],
     scaling: float,
+    behind: int = 0,
 ) -> tuple[BFloat16[Tensor, "m n"], BFloat16[Tensor, "m r"]]:
-    """x W^T + bias + u B^T, and u, on CUDA; the weight has one part."""
-    y, u = _adapted(x, weight, bias, a, torch.full((1,), scaling, device=x.device), [b])
-    return y, u[:, : len(a)].clone()  # not a view, which would hold x's copy
+    """x W^T + bias + u B^T, and u, on CUDA; the weight has one part. behind: columns behind x that may be written."""
+    room, rank = room_for(len(a)), len(a)
+    both = _with_room(x, weight, room, behind)
+    u = both[:, -room:]
+    torch.addmm(u[:, :rank], x, a.T, beta=0, alpha=scaling, out=u[:, :rank])
+    dense = dequant(weight, torch.bfloat16, room=room)
+    dense[: len(b), -room:][:, :rank] = b
+    if rank < room:
+        for matrix in (both, dense):
+            matrix[:, rank - room :].zero_()
+    return _product(both, dense, weight, bias, room), u[:, :rank].clone()  # not a view, which would hold all of x
 
 
 def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) -> BFloat16[Tensor, "m k"]:
@@ -70,58 +90,49 @@ def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) ->
     return (dy * weight.row_scale).to(dy.dtype) @ dense
 
 
-def _adapted(
-    x: BFloat16[Tensor, "m k"],
-    weight: PackedWeight,
-    bias: BFloat16[Tensor, " n"] | None,
-    a: BFloat16[Tensor, "ranks k_or_more"],
-    scaling: Float32[Tensor, " parts"],
-    b_of_parts: Sequence[BFloat16[Tensor, "n r"]],
-) -> tuple[BFloat16[Tensor, "m n"], BFloat16[Tensor, "m room"]]:
-    """The product, and u, of which all parts have as many columns; what follows them is zero."""
-    from qerl.kernels.w4a16.append import append_inner  # Triton is there where CUDA is
+def _with_room(
+    x: BFloat16[Tensor, "m k"], weight: PackedWeight, room: int, behind: int
+) -> BFloat16[Tensor, "m columns_and_room"]:
+    """x in the weight's padded columns with room behind them: where x lies, or a copy."""
+    (m, k), columns = x.shape, weight.padded_shape[1]
+    if k == columns and room <= behind:
+        return x.data.as_strided(
+            (m, k + room), x.stride()
+        )  # .data: for autograd, which counts changes, x stays as it is
+    from qerl.kernels.w4a16.widen import widened  # Triton is there where CUDA is
 
-    columns, room = weight.padded_shape[1], -(-len(a) // ROOM_STEP) * ROOM_STEP
-    x, u = append_inner(x, a, scaling, columns, room).tensor_split([columns], dim=1)
-    dense = dequant(weight, torch.bfloat16, room=room)
-    first = columns
-    dense[:, first:].zero_()
-    for part, b in zip(weight.parts, b_of_parts, strict=True):
-        dense[part.start : part.start + part.rows, first : first + b.shape[1]] = b
-        first += b.shape[1]
-    return _product(x, u, dense, weight, bias), u
+    return widened(x, columns, room)
 
 
 def _product(
-    x: BFloat16[Tensor, "m k"],
-    u: BFloat16[Tensor, "m room"] | None,
+    both: BFloat16[Tensor, "m columns_and_room"],
     dense: BFloat16[Tensor, "padded_rows padded_columns_and_room"],
     weight: PackedWeight,
     bias: BFloat16[Tensor, " n"] | None,
+    room: int,
 ) -> BFloat16[Tensor, "m n"]:
-    """x W^T + bias + u B^T. u: in memory right behind x, row by row, as B is behind W; B is overwritten."""
-    columns = x.shape[1]
-    both = x if u is None else x.as_strided((len(x), columns + u.shape[1]), x.stride())
-    y, first = x.new_empty(len(x), weight.shape[0]), 0
+    """[x, u] [W, B]^T + bias; u and B are the last `room` columns, B is overwritten."""
+    width = both.shape[1]
+    columns = width - room
+    y, first = both.new_empty(len(both), weight.shape[0]), 0
     for start, rows, scale in weight.runs:
-        of_run = slice(first, first + rows)
-        w, b, out = dense[start : start + rows, :columns], dense[start : start + rows, columns:], y[:, of_run]
-        shift = None if bias is None else bias[of_run]
+        w, out = dense[start : start + rows, :width], y[:, first : first + rows]
+        b = None if bias is None else bias[first : first + rows]
         if scale is None or scale < _LEAST_ALPHA:
-            sums = torch.mm(x, w.T, out_dtype=torch.float32) * weight.row_scale[of_run]
-            if u is not None:
-                sums += torch.mm(u, b.T, out_dtype=torch.float32)
-            out.copy_(sums if shift is None else sums + shift)
+            sums = torch.mm(both[:, :columns], w[:, :columns].T, out_dtype=torch.float32)
+            sums *= weight.row_scale[first : first + rows]
+            if room:
+                sums += torch.mm(both[:, columns:], w[:, columns:].T, out_dtype=torch.float32)
+            out.copy_(sums if b is None else sums + b)
         else:
-            if u is not None:
-                b /= scale
-                w = dense[start : start + rows]
-            if shift is None:
+            if room:
+                w[:, columns:] /= scale
+            if b is None:
                 torch.addmm(out, both, w.T, beta=0, alpha=scale, out=out)
             elif out.is_contiguous():
-                torch.addmm(shift, both, w.T, alpha=scale, out=out)
+                torch.addmm(b, both, w.T, alpha=scale, out=out)
             else:
                 # Into a strided output torch 2.11 adds the bias after a rounding of its own (seen on an H200).
-                out.copy_(torch.addmm(shift, both, w.T, alpha=scale))
+                out.copy_(torch.addmm(b, both, w.T, alpha=scale))
         first += rows
     return y

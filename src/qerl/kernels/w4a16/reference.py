@@ -39,8 +39,9 @@ def w4a16_adapted_reference(
     a: Float[Tensor, "r k"],
     b: Float[Tensor, "n r"],
     scaling: float,
+    behind: int = 0,
 ) -> tuple[Float[Tensor, "m n"], Float[Tensor, "m r"]]:
-    """x W^T + bias + u B^T in float32, and u; each rounded once to x's dtype."""
+    """x W^T + bias + u B^T in float32, and u; each rounded once to x's dtype. Nothing is written behind x."""
     u = (x.float() @ a.float().T).mul_(scaling).to(x.dtype)
     y = _sums(x, weight)
     if bias is not None:
