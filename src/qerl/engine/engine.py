@@ -144,10 +144,10 @@ class PagedEngine:
         """See `Engine.sleep`. Slots and graphs stay if the cache's address does."""
         if self._cache is None or not self._cache.sleep():
             self._drop()
+            if self._decoder.device.type == "cuda":
+                torch.cuda.empty_cache()  # else something small may come to hold the memory of the whole pool
         if self._runner is not None:
             self._runner.reset()  # a call that was broken off has left logits
-        if self._decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _drop(self) -> None:
         """No cache from now on, and nothing that holds its address."""
