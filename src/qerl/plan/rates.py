@@ -1,11 +1,12 @@
-"""Seconds of a step, from measured rates alone: what was not measured is named, never guessed.
+"""Seconds of a step, from measured steps alone: what was not measured is named, never guessed.
 
-    decode   steps * layers * (a layer's four products with adapters, at so many tokens)
-    update   tokens * layers * (2 or 3 products a layer) + passes * layers * (a layer's dequantisation)
+    rollout   prompt tokens / prefill's rate + steps * (a decode step of so many sequences, at its measured context)
+                                             + keys and values of the tokens beyond that context / bandwidth
+    update    tokens * (microseconds a token, with recomputation or without) + passes that only score * (forward alone)
 
-A rate is of one GPU and one layer's shape; other shapes and GPUs have none. Both are lower bounds: they hold the matrix
-products of the base, and not attention, norms, the head, sampling, adapters in training, rewards and the host. They are
-for the worst that the config allows, every completion of full length.
+A rate is of one GPU and one model's shape, with adapters of rank 32 (72B: 16) on all seven projections over NVFP4;
+other shapes and GPUs have none. Seconds are for the worst that the config allows, every completion of full length;
+sequences that have no room decode one wave after another. tests/unit/plan holds them against measured steps.
 """
 
 from __future__ import annotations
@@ -15,74 +16,78 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qerl.config import RunConfig
+from qerl.engine.kv_cache import token_bytes
 from qerl.plan.memory import Memory
 from qerl.plan.shapes import ModelShape
 
-SOURCE = "benchmarks/results/nvidia-h200.jsonl: w4a16_layer, dequant"
-NOT_MEASURED = "attention, norms, head, sampling, adapters in training, rewards, the host"
+SOURCE = "benchmarks/results/nvidia-h200.jsonl: decode, step"
+NOT_MEASURED = "rewards, checkpoints, and some 0.1 to 0.3 s between rollout and update"
+CONTEXT = 768
+"""Tokens of a sequence in the measured decode steps."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Of one layer on one GPU, in microseconds."""
+    """Of one model's shape on one GPU."""
 
     gpu: str
+    bandwidth: float
+    """Bytes a second that reading keys and values reaches."""
     hidden: int
     intermediate: int
+    layers: int
     kv_width: int
     """Numbers in a token's keys."""
-    products: Mapping[int, float]
-    """By tokens: the four products on the packed codes, with adapters of rank 32 (`lora_us` of measure "layer")."""
-    dense: float
-    """The four products of 1,024 tokens on bf16 weights (`cublas_us`): as in training, once the codes are dense."""
-    dequantisation: float
-    """Of all four weights."""
+    decode: Mapping[int, float]
+    """Milliseconds of a decode step, by sequences; empty: not measured."""
+    prefill: float
+    """Prompt tokens a second; 0: not measured."""
+    forward: float
+    """Microseconds a token of a pass that only scores."""
+    update: float
+    """Microseconds a token of forward and backward; 0: not measured."""
+    recomputing: float
+    """The same where layers are recomputed."""
 
-    def decode(self, tokens: int) -> float | None:
-        """The products at so many tokens: between two measured numbers, along the line."""
-        known = sorted(self.products)
-        if not known[0] <= tokens <= known[-1]:
+    def decode_ms(self, sequences: int) -> float | None:
+        """Of a step: between two measured numbers, along the line."""
+        known = sorted(self.decode)
+        if not known or not known[0] <= sequences <= known[-1]:
             return None
-        i = bisect_left(known, tokens)
-        if known[i] == tokens:
-            return self.products[tokens]
+        i = bisect_left(known, sequences)
+        if known[i] == sequences:
+            return self.decode[sequences]
         low, high = known[i - 1], known[i]
-        share = (tokens - low) / (high - low)
-        return self.products[low] * (1 - share) + self.products[high] * share
+        share = (sequences - low) / (high - low)
+        return self.decode[low] * (1 - share) + self.decode[high] * share
 
-
-DENSE_TOKENS = 1024  # of `Rate.dense`
 
 RATES = (
     Rate(
-        "NVIDIA H200",
-        hidden=3584,
-        intermediate=18944,
-        kv_width=512,
-        products={
-            1: 62.87, 8: 64.1, 16: 73.58, 32: 85.84, 64: 108.49, 128: 154.32, 256: 274.16, 512: 490.11, 1024: 902.37
-        },
-        dense=713.82,
-        dequantisation=156.91,
+        "NVIDIA H200", 4.2e12, hidden=3584, intermediate=18944, layers=28, kv_width=512,
+        decode={1: 2.3039, 8: 2.5842, 32: 3.4602, 64: 4.555, 128: 6.5222, 256: 12.0185},
+        prefill=40198, forward=27.7, update=67.9, recomputing=98.2,
     ),
     Rate(
-        "NVIDIA H200",
-        hidden=5120,
-        intermediate=27648,
-        kv_width=1024,
-        products={
-            1: 98.88, 8: 101.67, 16: 116.95, 32: 135.83, 64: 171.34, 128: 263.8, 256: 493.68, 512: 882.28,
-            1024: 1647.86,
-        },
-        dense=1494.22,
-        dequantisation=326.85,
+        "NVIDIA H200", 4.2e12, hidden=5120, intermediate=13824, layers=48, kv_width=1024,
+        decode={1: 4.1481, 8: 4.7488, 32: 6.8027, 64: 9.1035, 128: 14.3998, 256: 26.7096},
+        prefill=21416, forward=54.9, update=137.2, recomputing=190.7,
+    ),
+    Rate(
+        "NVIDIA H200", 4.2e12, hidden=5120, intermediate=27648, layers=64, kv_width=1024,
+        decode={1: 7.3382, 8: 8.2264, 32: 11.769, 64: 15.4945, 128: 25.167, 256: 46.8996},
+        prefill=9626, forward=117.9, update=284.5, recomputing=373.1,
+    ),
+    Rate(
+        "NVIDIA H200", 4.2e12, hidden=8192, intermediate=29568, layers=80, kv_width=1024,
+        decode={}, prefill=0, forward=255.2, update=0, recomputing=818.6,
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """At least so long, on that GPU; None: nothing was measured."""
+    """About so long, on that GPU; None: not measured."""
 
     gpu: str
     rollout: float | None
@@ -90,31 +95,36 @@ class Seconds:
 
 
 def step_seconds(shape: ModelShape, config: RunConfig, memory: Memory) -> list[Seconds]:
-    """One entry a GPU that has rates for the model's layers; empty where none has."""
-    kv_width = shape.kv_heads * shape.head_dim
-    fitting = [
-        r for r in RATES if (r.hidden, r.intermediate, r.kv_width) == (shape.hidden, shape.intermediate, kv_width)
-    ]
+    """One entry a GPU that has rates for the model's shape; empty where none has."""
+    key = shape.hidden, shape.intermediate, len(shape.layers), shape.kv_heads * shape.head_dim
+    fitting = [r for r in RATES if (r.hidden, r.intermediate, r.layers, r.kv_width) == key]
     packed = all(product.packed for product in shape.products)
-    return [Seconds(r.gpu, *_seconds(shape, config, memory, r)) for r in fitting if packed]
+    return [Seconds(r.gpu, _rollout(shape, config, memory, r), _update(config, memory, r)) for r in fitting if packed]
 
 
-def _seconds(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -> tuple[float | None, float | None]:
-    completions = config.rollout.prompts_per_step * config.rollout.num_generations
-    layers, together = len(shape.layers), memory.sequences_at_a_time
-    rollout = None
-    if together:
-        waves = [together] * (completions // together) + [completions % together] * (completions % together > 0)
-        each = [rate.decode(size) for size in waves]
-        if all(us is not None for us in each):
-            rollout = sum(us for us in each if us is not None) * layers * memory.completion_tokens / 1e6
-    loss = config.loss
-    tokens = completions * (memory.prompt_tokens + memory.completion_tokens) * loss.num_iterations
-    # A pass over all tokens: forward, input gradient, and forward again where layers are recomputed. Scoring passes
-    # have only the first.
-    passes = 3 if config.optimizer.gradient_checkpointing else 2
+def _rollout(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -> float | None:
+    """Waves of as many sequences as there is room for, each at its mean context."""
+    rollout, together = config.rollout, memory.sequences_at_a_time
+    completions = rollout.prompts_per_step * rollout.num_generations
+    if not together or not rate.decode:
+        return None
+    waves = [together] * (completions // together) + [completions % together] * (completions % together > 0)
+    steps = [rate.decode_ms(size) for size in waves]
+    widths = shape.kv_heads, shape.head_dim, 2
+    context = memory.prompt_tokens + memory.completion_tokens / 2
+    read = context * token_bytes(*widths, fp8=rollout.kv_cache_dtype == "fp8") - CONTEXT * token_bytes(
+        *widths, fp8=False
+    )
+    beyond = [size * read * len(shape.layers) / rate.bandwidth for size in waves]
+    if any(ms is None for ms in steps):
+        return None
+    step_s = sum(ms for ms in steps if ms is not None) / 1e3 + sum(beyond)
+    return rollout.prompts_per_step * memory.prompt_tokens / rate.prefill + step_s * memory.completion_tokens
+
+
+def _update(config: RunConfig, memory: Memory, rate: Rate) -> float | None:
+    loss, completions = config.loss, config.rollout.prompts_per_step * config.rollout.num_generations
+    tokens = completions * (memory.prompt_tokens + memory.completion_tokens)
+    us = rate.recomputing if config.optimizer.gradient_checkpointing else rate.update
     scorings = (loss.num_iterations * loss.updates_per_rollout > 1) + (loss.beta > 0)
-    work = passes + scorings / loss.num_iterations
-    micro_batches = -(-tokens // memory.micro_batch_tokens)
-    us = work * layers * (tokens / DENSE_TOKENS * rate.dense + micro_batches * rate.dequantisation)
-    return rollout, us / 1e6
+    return tokens * (loss.num_iterations * us + scorings * rate.forward) / 1e6 if us else None

@@ -74,7 +74,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "completion_tokens": memory.completion_tokens,
         "micro_batch_tokens": memory.micro_batch_tokens,
         "sequences_at_a_time": memory.sequences_at_a_time,
-        "seconds_at_least": [asdict(seconds) for seconds in plan.seconds],
+        "seconds": [asdict(seconds) for seconds in plan.seconds],
         "card": None if plan.card is None else asdict(plan.card),
     }
 
@@ -115,11 +115,11 @@ def _lines(plan: Plan) -> list[str]:
             f"groups of up to {card.limits.largest_group:,} completions of full length at a time"
         )
     lines += [
-        f"a step on {s.gpu} takes at least {_seconds(s.rollout)} of decoding and {_seconds(s.update)} of updates: "
-        f"the base's products, every completion of full length; not measured: {NOT_MEASURED} ({SOURCE})"
+        f"a step on {s.gpu} takes about {_seconds(s.rollout)} for its rollout and {_seconds(s.update)} for its update, "
+        f"if every completion is of full length; not in it: {NOT_MEASURED} ({SOURCE})"
         for s in plan.seconds
     ]
-    return lines if plan.seconds else [*lines, "seconds of a step: no rates were measured for layers of this shape"]
+    return lines if plan.seconds else [*lines, "seconds of a step: no steps were measured for a model of this shape"]
 
 
 def _gb(size: int | None) -> str:
@@ -127,4 +127,4 @@ def _gb(size: int | None) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "(not measured)" if seconds is None else f"{seconds:.0f} s"
+    return "(not measured)" if seconds is None else f"{seconds:.{1 if seconds < 10 else 0}f} s"

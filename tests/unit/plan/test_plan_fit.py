@@ -16,7 +16,7 @@ from qerl.config import load_config
 from qerl.plan import check_fits, plan_memory, read_shape
 from qerl.plan.fit import SLACK_BYTES, budget_of, describe, find_limits, nearest_settings, parse_card, with_settings
 from qerl.plan.memory import Target
-from qerl.plan.rates import DENSE_TOKENS, RATES, step_seconds
+from qerl.plan.rates import RATES, step_seconds
 from qerl.plan.show import as_json, make_plan
 
 ROOT = Path(__file__).parents[3]
@@ -259,39 +259,77 @@ def test_what_is_not_planned_for_is_said(tmp_path, caplog, monkeypatch):
 # ------------------------------------------------------------------ rates
 
 
-def test_the_rates_are_the_newest_records():
+def records() -> list[dict]:
     lines = (ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    layers = {(r["model"], r["M"]): r for r in records if r["bench"] == "w4a16_layer" and r["measure"] == "layer"}
-    dequantisation = {r["model"]: r["us"] for r in records if r["bench"] == "dequant"}
-    for rate, model in zip(RATES, ("7B", "32B"), strict=True):
-        of_model = {m: r for (name, m), r in layers.items() if name == model}
-        assert rate.products == {m: r["lora_us"] for m, r in of_model.items()}
-        assert rate.dense == of_model[DENSE_TOKENS]["cublas_us"]
-        assert rate.dequantisation == dequantisation[model]
-        assert {r["gpu"] for r in of_model.values()} == {rate.gpu}
+    return [r for r in map(json.loads, lines) if r.get("format") == "nvfp4" and not r.get("error")]
+
+
+def us_a_token(record: dict, part: str) -> float:
+    tokens = record["completions"] * (record["prompt_tokens"] + record["new_tokens"])
+    return round(1e6 * record[part] / tokens, 1)
+
+
+def test_the_rates_are_the_newest_records():
+    decode = [r for r in records() if r["bench"] == "decode" and r.get("steps") == 96 and r["lora_rank"] == 32]
+    steps = [r for r in records() if r["bench"] == "step" and r["new_tokens"] in (2048, 4096)]
+    for rate, model in zip(RATES, ("7B", "14B", "32B", "72B"), strict=True):
+        of_model = {r["batch"]: r for r in decode if r["model"] == model}
+        assert rate.decode == {batch: r["step_ms"] for batch, r in of_model.items()}
+        if of_model:
+            assert rate.prefill == round(8 * 711 / of_model[64]["prefill_s"])  # 8 prompts up to the steps in the middle
+        kept, again = (
+            [r for r in steps if r["model"] == f"Qwen2.5-{model}" and ("checkpointing=false" in r["settings"]) == keeps]
+            for keeps in (True, False)
+        )
+        assert rate.update == (us_a_token(kept[-1], "update_s") if kept else 0)
+        assert rate.recomputing == us_a_token(again[-1], "update_s")
+        assert rate.forward == us_a_token(again[-1], "forward_s")
+        assert {r["gpu"] for r in [*of_model.values(), *again]} == {rate.gpu}
+
+
+@pytest.mark.parametrize("model, completions, new", [
+    ("7B", 8, 2048), ("14B", 8, 2048), ("32B", 8, 2048), ("7B", 32, 1024), ("14B", 32, 1024), ("32B", 32, 1024),
+    ("32B", 32, 8192), ("72B", 16, 4096),
+])  # fmt: skip
+def test_seconds_are_those_of_measured_steps(models, model, completions, new):
+    """The newest of each, by its own settings. Some are of slower kernels."""
+    same = (f"Qwen2.5-{model}", completions, new)
+    (*_, record) = [
+        r for r in records() if r["bench"] == "step" and (r["model"], r["completions"], r["new_tokens"]) == same
+    ]
+    settings = [*ONE_GROUP[:1], f"rollout.num_generations={completions}", *ONE_GROUP[2:],
+                f"lora.r={record['rank']}", f"rollout.max_completion_length={new}"]  # fmt: skip
+    shape, config, _, memory = planned(models, model, *settings, *record["settings"].split())
+    (seconds,) = step_seconds(shape, config, memory)
+    assert seconds.update == pytest.approx(record["update_s"], rel=0.2)
+    if model == "72B":
+        assert seconds.rollout is None
+    else:
+        assert 0.85 * record["rollout_s"] < seconds.rollout < 1.05 * record["rollout_s"]
 
 
 def test_seconds_by_hand(models):
-    """7B, 16 completions of 256 + 1,000 tokens, four at a time: 4 waves; 20,096 tokens, 2 micro-batches, 3 products."""
-    settings = [*ONE_GROUP, "rollout.max_completion_length=1000", "rollout.max_batch_size=4"]
+    """7B, 16 completions of 256 + 1,000 tokens, four at a time: 4 waves; 20,096 tokens, once forward alone."""
+    settings = [*ONE_GROUP, "rollout.max_completion_length=1000", "rollout.max_batch_size=4", "loss.beta=0.1"]
     shape, config, _, memory = planned(models, "7B", *settings)
     (seconds,) = step_seconds(shape, config, memory)
-    per_layer = (62.87 * 4 + 64.1 * 3) / 7  # between the rates of 1 and of 8 tokens
-    assert seconds.rollout == pytest.approx(4 * 1000 * 28 * per_layer / 1e6)
-    assert seconds.update == pytest.approx(3 * 28 * (20096 / 1024 * 713.82 + 2 * 156.91) / 1e6)
+    step = (2.3039 * 4 + 2.5842 * 3) / 7 / 1e3 + 4 * (256 + 500 - 768) * 57344 / 4.2e12  # between 1 and 8 sequences
+    assert seconds.rollout == pytest.approx(256 / 40198 + 4 * 1000 * step)
+    assert seconds.update == pytest.approx(20096 * (98.2 + 27.7) / 1e6)
+    fewer = with_settings(config, {"rollout.kv_cache_dtype": "fp8"})
+    assert step_seconds(shape, fewer, memory)[0].rollout < seconds.rollout
 
 
-@pytest.mark.parametrize("name, settings", [("14B", []), ("7B", ["model.format=bf16"])])
+@pytest.mark.parametrize("name, settings", [("3B", []), ("7B", ["model.format=bf16"])])
 def test_no_seconds_where_nothing_was_measured(models, name, settings):
     shape, config, _, memory = planned(models, name, *settings)
     assert step_seconds(shape, config, memory) == []
 
 
-def test_no_decoding_rate_beyond_the_measured_tokens():
-    assert RATES[0].decode(2000) is None
-    assert RATES[0].decode(8) == RATES[0].products[8]
-    assert RATES[0].products[8] < RATES[0].decode(10) < RATES[0].products[16]
+def test_no_decoding_rate_beyond_the_measured_sequences():
+    assert RATES[0].decode_ms(2000) is None
+    assert RATES[0].decode_ms(8) == RATES[0].decode[8]
+    assert RATES[0].decode[8] < RATES[0].decode_ms(10) < RATES[0].decode[32]
 
 
 # ------------------------------------------------------------------ the command
