@@ -334,7 +334,7 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
         )
     specs = [replace(spec, arguments=config.arguments.get(spec.name, {})) for spec in specs]
     for spec in specs:
-        _check_built_in(spec)
+        _check_arguments(spec)
     if config.weights is None:
         return specs
     if len(config.weights) != len(specs):
@@ -345,18 +345,25 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
     return [replace(spec, weight=weight) for spec, weight in zip(specs, config.weights, strict=True)]
 
 
-def _check_built_in(spec: RewardSpec) -> None:
-    """ValueError for an argument that a function of this package does not name: its **kwargs would swallow it."""
-    if not getattr(spec.function, "__module__", "").startswith("qerl."):
-        return
+def _check_arguments(spec: RewardSpec) -> None:
+    """ValueError for an argument that a function of this package does not name: its **kwargs would swallow it.
+
+    A user's own may read its **kwargs; a warning, where what goes there looks like the name of another argument.
+    """
+    built_in = getattr(spec.function, "__module__", "").startswith("qerl.")
     names = [p.name for p in inspect.signature(spec.function).parameters.values() if p.kind != p.VAR_KEYWORD]
-    for argument in spec.arguments:
-        if argument not in names:
-            near = difflib.get_close_matches(argument, names, n=1)
+    for argument in (a for a in spec.arguments if a not in names):
+        near = difflib.get_close_matches(argument, [n for n in names if built_in or n not in spec.arguments], n=1)
+        if built_in:
             raise ValueError(
                 f"rewards.arguments: {spec.name} has no argument {argument!r}"
                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}")
             )
+        if near:
+            logger.warning(
+                "rewards.arguments: %r of %s goes into its **kwargs; did you mean %s, which it names?",
+                argument, spec.name, near[0],
+            )  # fmt: skip
 
 
 def load_reward(place: str) -> Callable[..., Any]:

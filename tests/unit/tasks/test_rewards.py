@@ -167,6 +167,20 @@ def test_an_argument_that_a_built_in_function_has_not_is_refused():
     assert reward_specs(config, default=[])[0].arguments == {"require_tags": False}
 
 
+def test_a_users_argument_that_looks_misspelt_is_told(tmp_path, caplog):
+    """What **kwargs take may be meant; `tolerance` stays at its default without a word otherwise."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def close(completions, tolerance=0.1, strict=False, **kwargs):\n    return [0.0] * len(completions)\n"
+    )
+    config = RewardConfig(functions=[f"{file}:close"], arguments={"close": {"tolerence": 0.2, "scale": 3, "strict": 1}})
+    with caplog.at_level("WARNING"):
+        reward_specs(config, default=[])
+    assert [r.getMessage() for r in caplog.records] == [
+        "rewards.arguments: 'tolerence' of close goes into its **kwargs; did you mean tolerance, which it names?"
+    ]
+
+
 def test_a_function_that_changes_its_arguments_changes_no_training_data():
     def reward(completions, completion_ids, **kwargs):
         completion_ids[0].clear()
