@@ -15,16 +15,22 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Splits = dict[str, Callable[[], list[Row]]]
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_PATIENCE = 3.0
+"""Seconds that the Hub may take before a person is told what is waited for; without a network it takes half a minute."""
 
 
 def open_table(source: str, subset: str | None = None) -> Splits:
@@ -64,6 +70,11 @@ def _open_folder(path: Path) -> Splits:
 def _open_named(name: str, subset: str | None) -> Splits:
     import datasets
 
+    told = Timer(
+        _PATIENCE, logger.warning, ("no file or folder %s: the Hub is asked for a data set of that name", name)
+    )
+    told.daemon = True
+    told.start()
     try:
         splits = datasets.get_dataset_split_names(name, subset)
     except Exception as error:  # network, spelling, a subset that must be named: the library's text says which
@@ -71,6 +82,8 @@ def _open_named(name: str, subset: str | None) -> Splits:
             f"there is no file or folder {name}, and `datasets` cannot load a data set of that name: "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        told.cancel()
 
     def reader(split: str) -> Callable[[], list[Row]]:
         return lambda: datasets.load_dataset(name, subset, split=split).to_list()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 
 import datasets
 import pytest
 
+from qerl.tasks import table
 from qerl.tasks.table import open_table
 
 ROWS = [{"question": "a\u2028b ½", "answer": "007"}, {"question": 'c, "d"\ne', "answer": "1e5"}]
@@ -99,3 +102,25 @@ def test_sources_that_are_none(tmp_path):
     for source in ("/nowhere/at/all", "nowhere.jsonl", "../nowhere"):
         with pytest.raises(ValueError, match="there is no file or folder"):
             open_table(source)
+
+
+def test_who_waits_for_the_hub_is_told(monkeypatch, caplog):
+    """Without a network it takes half a minute to find out that a folder's name is misspelt."""
+    asked = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            asked.set()
+
+    def slow(name, subset):
+        assert asked.wait(30)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", slow)
+    monkeypatch.setattr(table, "_PATIENCE", 0.01)
+    monkeypatch.setattr(table.logger, "handlers", [Told()])
+    with pytest.raises(ValueError, match="there is no file or folder data/mine, and"):
+        open_table("data/mine")
+    assert [r.getMessage() for r in caplog.records] == [
+        "no file or folder data/mine: the Hub is asked for a data set of that name"
+    ]
