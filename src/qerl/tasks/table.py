@@ -30,7 +30,7 @@ Splits = dict[str, Callable[[], list[Row]]]
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _PATIENCE = 3.0
-"""Seconds that the Hub may take before a person is told what is waited for; without a network it takes half a minute."""
+"""Seconds until a person is told what is waited for: without a network the Hub takes half a minute."""
 
 
 def open_table(source: str, subset: str | None = None) -> Splits:
