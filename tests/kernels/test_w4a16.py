@@ -10,7 +10,7 @@ from qerl.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 from qerl.kernels.adapter import pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
 from qerl.kernels.w4a16 import w4a16, w4a16_adapted, w4a16_input_grad
-from qerl.kernels.w4a16.dense import w4a16_dense
+from qerl.kernels.w4a16.dense import w4a16_adapted_dense, w4a16_dense
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((128,), 64), ((96,), 80), ((128, 64, 64), 128), ((256, 128, 128), 192), ((16, 300), 48)]
@@ -102,6 +102,15 @@ def test_as_many_tokens_as_training_has(with_bias, tokens, device):
     y, u = w4a16_adapted(x, weight, bias, a, b, 2.0)
     added = u.double() @ b.double().T + (0 if bias is None else bias.double())
     assert_rounded_once(y, x.double() @ dense.T + added, x.double().abs() @ dense.abs().T + added.abs())
+
+
+def test_autocast_changes_nothing():
+    weight, _ = make((128,), 64, "cpu")
+    x, (a, b) = integers(5, 64, seed=1).bfloat16(), young_adapter(128, 64, 4, "cpu", torch.bfloat16)
+    expected = w4a16_adapted(x, weight, None, a, b, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, u = w4a16_adapted(x, weight, None, a, b, 1.0)
+    assert (y.dtype, u.dtype) == (torch.bfloat16, torch.bfloat16) and torch.allclose(y, expected[0], atol=0.1)
 
 
 def test_factors_that_do_not_fit_are_refused():
@@ -234,6 +243,25 @@ def test_a_long_prefill_takes_nothing_of_a_young_adapter(bias, scales, device, m
     if scales != "tiny":  # there the product vanishes, and what is rounded is the bias
         learned = ((y.double() - without) * added).sum() / (added * added).sum()
         assert abs(learned - 1) < 0.2
+
+
+@needs_triton
+@pytest.mark.parametrize("behind", [0, 8, 24, 64])
+@pytest.mark.parametrize("bias", [None, 100])
+def test_a_trained_adapter_over_a_dense_copy(bias, behind, device, monkeypatch):
+    """With no room behind x's rows, enough, or more than its rank takes; what was in it is nobody's."""
+    if device == "cpu":
+        double_precision(monkeypatch)
+    weight, dense = make((96,), 64, device)
+    x = torch.full((500, 64 + behind), torch.nan, device=device, dtype=torch.bfloat16)[:, :64]
+    x.copy_(integers(500, 64, seed=1))
+    before = x.clone()
+    a, b = young_adapter(96, 64, 5, device, torch.bfloat16)
+    shift = None if bias is None else bias + draw(96, seed=2).to(device, torch.bfloat16)
+    y, u = w4a16_adapted_dense(x, weight, shift, a, b, 0.5, behind)
+    assert torch.equal(x, before) and torch.equal(u, (0.5 * (x.double() @ a.double().T)).bfloat16())
+    added = u.double() @ b.double().T + (0 if shift is None else shift.double())
+    assert_rounded_once(y, x.double() @ dense.T + added, x.double().abs() @ dense.abs().T + added.abs())
 
 
 def test_an_adapter_of_another_weight_dtype_or_device_is_refused():

@@ -96,9 +96,12 @@ class PackedLinear(nn.Linear):
 def without_view(y: Tensor) -> Tensor:
     """What an autograd function may return that made y as a view.
 
-    Autograd forbids adding in place to a view that is made there, which users of a linear do (PEFT's AdaLoRA).
+    Autograd forbids adding in place to a view that is made there, which users of a linear do (PEFT's AdaLoRA). A
+    compiler, which makes its own functions, cannot ask for it.
     """
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view(y, y.shape)
 
 
 class _PackedLinear(torch.autograd.Function):

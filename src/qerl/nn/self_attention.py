@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.room import mark, room_behind
 from qerl.kernels.rope import Rotation, rotate_and_store_
 from qerl.nn.attention import Packing, attend_packed
 from qerl.nn.rmsnorm import RMSNorm
@@ -80,7 +81,8 @@ def _fused(block: Any) -> Any:
         if packing is None:
             return block.forward(self, hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[0]
-        return _attend(self, hidden_states[0], cos[0], sin[0], packing)[None], None
+        x = mark(hidden_states[0], room_behind(hidden_states))  # a view of the norm's result has no mark of its own
+        return _attend(self, x, cos[0], sin[0], packing)[None], None
 
     return type(block.__name__, (block,), {"forward": forward})
 

@@ -246,16 +246,16 @@ def dequantisation_scratch(shape: ModelShape, target: Target, ranks: Mapping[str
     On a GPU an adapter's B is behind it (kernels/w4a16/dense.py).
     """
     sizes = [0, *(sum(product.rows) * product.columns for product in shape.products if product.coded)]
-    for product in (p for p in shape.products if p.packed):
-        rows, columns = padded_shape(product)
-        of = [ranks.get(linear.name, 0) if target.on_gpu else 0 for linear in product.linears]
-        sizes += [
-            _round_up(n, TILE_ROWS) * (columns + (room_for(r) if r <= MAX_RANK else 0))
-            for n, r in zip(product.rows, of, strict=True)
-        ]
-        if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
-            within = len(of) * _round_up(max(of), RANK_STEP) if max(of) <= MAX_RANK else 0
-            sizes.append(rows * (columns + within))
+    for layer in shape.layers:
+        of_layer = max((ranks.get(linear.name, 0) for linear in layer.linears), default=0) if target.on_gpu else 0
+        room = room_for(min(of_layer, MAX_RANK))
+        for product in (p for p in layer.products if p.packed):
+            rows, columns = padded_shape(product)
+            sizes += [_round_up(n, TILE_ROWS) * (columns + room) for n in product.rows]
+            if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
+                of = [ranks.get(linear.name, 0) if target.on_gpu else 0 for linear in product.linears]
+                within = len(of) * _round_up(max(of), RANK_STEP) if max(of) <= MAX_RANK else 0
+                sizes.append(rows * (columns + within))
     return max(sizes) * target.activation_bytes
 
 
@@ -444,7 +444,8 @@ def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int],
     numbers += intermediate * ("down_proj" in names)
     if target.on_gpu and target.activation_bytes == 2:  # kernels/room.py: behind both norms' results and SwiGLU's
         within = [ranks.get(linear.name, 0) for p in layer.products if p.packed for linear in p.linears]
-        numbers += 3 * room_for(min(max(within, default=0), MAX_RANK))  # above 64 there is none
+        # Above rank 64 there is none; it is counted as 64, so that a plan for a higher rank is never less.
+        numbers += 3 * room_for(min(max(within, default=0), MAX_RANK))
     repeated = target.on_gpu and target.activation_bytes == 2 and not VARLEN_HAS_GQA  # k and v for every head of q
     numbers += 2 * q + 2 * (q if repeated else kv)
     if not (target.on_gpu and target.activation_bytes == 2) and "o_proj" in names:

@@ -137,3 +137,13 @@ def test_a_packed_folder_is_of_one_format(folder, tmp_path):
     quantize_checkpoint(folder, tmp_path / "packed")
     with pytest.raises(ValueError, match=r"model\.format is nf4, but .* holds"):
         load_model(settings(tmp_path / "packed", "nf4"))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_loaded_model_is_one_graph_to_a_compiler(family, tmp_path):
+    """Norms, products and SwiGLU, as they are put in: nothing in them that cannot be traced."""
+    folder = save_model(tiny_model(family), tmp_path, torch.float32)
+    model, _ = load_model(ModelConfig(path=str(folder), format="nvfp4", device="cpu", dtype="float32"))
+    ids = torch.arange(3, 15).view(2, 6)
+    compiled = torch.compile(lambda ids: model(ids, use_cache=False).logits, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), model(ids, use_cache=False).logits)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from qerl.config import LoraConfig
 from qerl.formats.codes import NF4, NVFP4
 from qerl.kernels.room import empty_with_room
-from qerl.nn import mlp, recompute, rmsnorm
+from qerl.nn import mlp, recompute, rmsnorm, self_attention
 from qerl.nn.attention import packed_forward
 from qerl.nn.linear import PackedLinear, frozen_weights
 from qerl.nn.lora import (
@@ -43,8 +43,9 @@ def config(family="qwen2", **options):
 def adapted_model(family="qwen2", *, trained=True, **options):
     """A packed model with adapters; B is random where `trained`, so that they do something."""
     base = quantized_pair(family)[0]
-    for layer in decoder_layers(base):
-        layer.mlp = mlp.gated_mlp(layer.mlp) or layer.mlp  # as nn/load.py has it
+    for layer in decoder_layers(base):  # as nn/load.py has it
+        layer.mlp = mlp.gated_mlp(layer.mlp) or layer.mlp
+        self_attention.fuse(getattr(layer, "self_attn", nn.Module()))
     model = attach_lora(base, config(family, **options), seed=7)
     if trained:
         generator = torch.Generator().manual_seed(1)

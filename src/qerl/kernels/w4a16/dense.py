@@ -45,7 +45,7 @@ def w4a16_dense(
         return _product(x, dequant(weight, torch.bfloat16), weight, bias, room=0)
     parts, rank, _ = adapter.a.shape
     room = parts * rank
-    both = _with_room(x, weight, room, behind=0)
+    both = _with_room(x, weight, room, in_place=False)
     x, u = both.tensor_split([-room], dim=1)
     inner = torch.mm(x, adapter.a.flatten(0, 1).T, out_dtype=torch.float32).unflatten(1, (parts, rank))
     torch.mul(inner, adapter.scaling[:, None], out=u.unflatten(1, (parts, rank)))
@@ -68,8 +68,10 @@ def w4a16_adapted_dense(
     behind: int = 0,
 ) -> tuple[BFloat16[Tensor, "m n"], BFloat16[Tensor, "m r"]]:
     """x W^T + bias + u B^T, and u, on CUDA; the weight has one part. behind: columns behind x that may be written."""
-    room, rank = room_for(len(a)), len(a)
-    both = _with_room(x, weight, room, behind)
+    rank, in_place = len(a), x.shape[1] == weight.padded_shape[1] and behind >= len(a)
+    # All of the room that there is: rows with a gap between them would cost a bias a rounding of its own in torch 2.11.
+    room = behind if in_place else room_for(rank)
+    both = _with_room(x, weight, room, in_place=in_place)
     u = both[:, -room:]
     torch.addmm(u[:, :rank], x, a.T, beta=0, alpha=scaling, out=u[:, :rank])
     dense = dequant(weight, torch.bfloat16, room=room)
@@ -91,17 +93,14 @@ def w4a16_input_grad_dense(dy: BFloat16[Tensor, "m n"], weight: PackedWeight) ->
 
 
 def _with_room(
-    x: BFloat16[Tensor, "m k"], weight: PackedWeight, room: int, behind: int
+    x: BFloat16[Tensor, "m k"], weight: PackedWeight, room: int, *, in_place: bool
 ) -> BFloat16[Tensor, "m columns_and_room"]:
     """x in the weight's padded columns with room behind them: where x lies, or a copy."""
-    (m, k), columns = x.shape, weight.padded_shape[1]
-    if k == columns and room <= behind:
-        return x.data.as_strided(
-            (m, k + room), x.stride()
-        )  # .data: for autograd, which counts changes, x stays as it is
+    if in_place:  # .data: for autograd, which counts changes, x stays as it is
+        return x.data.as_strided((x.shape[0], x.shape[1] + room), x.stride())
     from qerl.kernels.w4a16.widen import widened  # Triton is there where CUDA is
 
-    return widened(x, columns, room)
+    return widened(x, weight.padded_shape[1], room)
 
 
 def _product(

@@ -19,7 +19,9 @@ PIECE = 2048
 def widened(x: BFloat16[Tensor, "m k"], columns: int, room: int) -> BFloat16[Tensor, "m columns_and_room"]:
     """x, zeros up to `columns`, and `room` columns more that hold anything. On one CUDA device."""
     (m, k), width, piece = x.shape, columns + room, cast(Any, PIECE)
-    assert x.stride(1) == 1 and k <= columns
+    assert k <= columns
+    if x.stride(1) != 1:
+        x = x.contiguous()
     out = torch.empty(m, width, dtype=x.dtype, device=x.device)
     if m:
         with torch.cuda.device_of(x):
