@@ -107,10 +107,15 @@ def test_as_many_tokens_as_training_has(with_bias, tokens, device):
 def test_autocast_changes_nothing():
     weight, _ = make((128,), 64, "cpu")
     x, (a, b) = integers(5, 64, seed=1).bfloat16(), young_adapter(128, 64, 4, "cpu", torch.bfloat16)
-    expected = w4a16_adapted(x, weight, None, a, b, 1.0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+
+    def results() -> list[torch.Tensor]:
         y, u = w4a16_adapted(x, weight, None, a, b, 1.0)
-    assert (y.dtype, u.dtype) == (torch.bfloat16, torch.bfloat16) and torch.allclose(y, expected[0], atol=0.1)
+        return [y, u, w4a16(x, weight), w4a16_input_grad(y, weight)]
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results()
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def test_factors_that_do_not_fit_are_refused():

@@ -1,9 +1,14 @@
 """w4a16 in PyTorch, float32 throughout: the path of a CPU, and what every kernel is checked against.
 
-The global scale multiplies the finished sums, as in a kernel's epilogue, so that both see the same weights.
+The global scale multiplies the finished sums, as in a kernel's epilogue, so that both see the same weights. Autocast,
+which would take float32 products to 16 bits, is off within.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Float32
@@ -13,7 +18,20 @@ from qerl.kernels.adapter import PackedAdapter
 from qerl.kernels.dequant import dequant
 from qerl.kernels.layout import PackedWeight
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+
+def _in_float32(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    @wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_in_float32
 def w4a16_reference(
     x: Float[Tensor, "m k"],
     weight: PackedWeight,
@@ -32,6 +50,7 @@ def w4a16_reference(
     return y.to(x.dtype)
 
 
+@_in_float32
 def w4a16_adapted_reference(
     x: Float[Tensor, "m k"],
     weight: PackedWeight,
@@ -57,6 +76,7 @@ def _sums(x: Float[Tensor, "m k"], weight: PackedWeight) -> Float32[Tensor, "m n
     return (sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)).mul_(weight.row_scale)
 
 
+@_in_float32
 def w4a16_input_grad_reference(dy: Float[Tensor, "m n"], weight: PackedWeight) -> Float[Tensor, "m k"]:
     """dy W in float32, rounded once to dy's dtype."""
     dense = weight.without_row_padding(dequant(weight, torch.float32))[:, : weight.columns]
