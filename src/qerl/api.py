@@ -21,7 +21,8 @@ from qerl.rl import trainer
 from qerl.rl.log import read_metrics
 from qerl.tasks import Task, load_task
 from qerl.tasks.rewards import RewardRunner, RewardSpec, load_reward, reward_specs
-from qerl.tasks.rows import RowsTask, fingerprint, read_rows
+from qerl.tasks.rows import RowsTask, read_rows
+from qerl.tasks.table import fingerprint
 
 RewardFunction = Callable[..., Any]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -483,7 +484,7 @@ class EvalConfig(Section):
 class RunConfig(Section):
     """A whole training run."""
 
-    output_dir: str = "runs/run"
+    output_dir: str = Field(default="runs/run", min_length=1)
     """Everything the run writes goes here."""
     steps: int = Field(default=100, ge=1)
     """Rollouts of the whole run; noise stages and learning rate are counted over them."""
@@ -628,4 +629,6 @@ def _explain(error: Any) -> str:
         return f"{place}: unknown key; {known}"
     if error["type"] == "value_error":  # our own rules name their keys and values themselves
         return error["msg"].removeprefix("Value error, ")
+    if error["type"] == "list_type":
+        return f"{place}: a list is expected, such as {place}={json.dumps([error['input']], default=str)}"
     return f"{place}: {error['msg']} (got {error['input']!r})"

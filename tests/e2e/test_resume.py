@@ -130,6 +130,27 @@ def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
     assert "optimizer.learning_rate: 0.001 in the checkpoint, 0.002 now" in output
 
 
+def test_other_problems_are_refused_on_resume(unbroken, data):
+    """The same path, another file: what was measured before and after would not be the same."""
+    file = data / "train.jsonl"
+    rows = file.read_text()
+    file.write_text("".join(rows.splitlines(keepends=True)[:-1]))
+    try:
+        output = finish(start(unbroken, data, "--resume"), code=2)
+    finally:
+        file.write_text(rows)
+    assert (
+        "the problems that task.path has now are not those that the run began with (11 to train on, 12 held" in output
+    )
+
+
+def test_a_run_that_paid_nothing_does_not_end_well(data, tmp_path):
+    (tmp_path / "mine.py").write_text("def nothing(completions):\n    return [None] * len(completions)\n")
+    options = ("steps=1", f'rewards.functions=["{tmp_path / "mine.py"}:nothing"]', "eval.num_problems=0")
+    output = finish(start(tmp_path / "run", data, *options), code=1)
+    assert "no completion had a reward from any of nothing: nothing was learned" in output
+
+
 def test_a_finished_run_is_not_overwritten(unbroken, data):
     assert "holds a run already" in finish(start(unbroken, data), code=2)
 

@@ -15,7 +15,8 @@ import qerl
 from qerl.nn import load
 from qerl.rl.log import read_completions, read_run
 from qerl.tasks.rewards import RewardRunner
-from qerl.tasks.rows import RowsTask, fingerprint
+from qerl.tasks.rows import RowsTask
+from qerl.tasks.table import fingerprint
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -253,7 +253,9 @@ def load_adapter_weights(model: PeftModel, folder: Path) -> None:
 
 def _saved_config(folder: Path) -> peft.LoraConfig:
     if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"no adapter in {folder}: adapter_config.json is missing")
+        inside = sorted(folder.glob("checkpoints/*/adapter")) or sorted(folder.glob("adapter"))  # a run's own folder
+        there = f"; there is one in {inside[-1]}" if inside else ""
+        raise ValueError(f"no adapter in {folder}: adapter_config.json is missing{there}")
     config = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, peft.LoraConfig):
         raise ValueError(f"{folder} holds a {config.peft_type} adapter: only LoRA is supported")

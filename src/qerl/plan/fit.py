@@ -50,11 +50,12 @@ class Limits:
 
 
 def parse_card(text: str, option: str = "--gpu") -> int:
-    """Bytes of "24GB" (or "24"); 1 GB = 1e9 bytes. ValueError, naming the option, for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?)?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    """Bytes of "24GB" (or "24", or "24GiB"); 1 GB = 1e9 bytes. ValueError, naming the option, for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB?)?", text.strip(), re.IGNORECASE)
+    size = 0.0 if match is None else float(match[1])
+    if match is None or not 0 < size < 1000:  # an RTX 4090 has not 4,090 GB
         raise ValueError(f"{option} {text}: give the card's memory, such as 24GB")
-    return int(float(match[1]) * 1e9)
+    return int(size * (2**30 if (match[2] or "").lower() == "gib" else 10**9))
 
 
 def budget_of(card_bytes: int) -> int:
@@ -100,7 +101,7 @@ def nearest_settings(shape: ModelShape, config: RunConfig, target: Target, budge
     """Settings, as few as it takes, with which the run fits; None where none does.
 
     First what changes memory and speed alone: the KV cache and the slots for sampling; recomputation, the micro-batch,
-    the logits' chunk and the host's memory for the update. Only then shorter completions.
+    the logits' chunk and the host's memory for the update; shorter prefills for both. Only then shorter completions.
     """
     if _fits(shape, config, target, budget, {}, None):
         return {}
@@ -157,6 +158,7 @@ def refusal(shape: ModelShape, config: RunConfig, target: Target, memory: Memory
 # ------------------------------------------------------------------------------------------------- how it is found
 
 _NEW, _KV, _SLOTS = "rollout.max_completion_length", "rollout.kv_cache_tokens", "rollout.max_batch_size"
+_PREFILL, _MIN_PREFILL = "rollout.prefill_tokens", 256
 _TOKENS, _CHUNK, _RECOMPUTE, _OFFLOAD = (
     "optimizer.micro_batch_tokens",
     "optimizer.logprob_chunk",
@@ -191,13 +193,19 @@ def _fewest_kv_tokens(shape: ModelShape, config: RunConfig, target: Target, new:
 
 
 def _same_results(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:
-    """Settings that change memory and speed alone."""
-    sampling = _for_sampling(shape, config, target, budget)
-    if sampling is None:
-        return None
-    # Scratch that prefill needs stays for the update.
-    update = _for_update(shape, with_settings(config, sampling), target, budget)
-    return None if update is None else sampling | update
+    """Settings that change memory and speed alone; shorter prefills only where nothing else is enough."""
+    prefill: Settings = {}
+    while True:
+        shorter = with_settings(config, prefill)
+        sampling = _for_sampling(shape, shorter, target, budget)
+        # Scratch that prefill needs stays for the update.
+        update = None if sampling is None else _for_update(shape, with_settings(shorter, sampling), target, budget)
+        if sampling is not None and update is not None:
+            return prefill | sampling | update
+        tokens = shorter.rollout.prefill_tokens // 2
+        if tokens < _MIN_PREFILL:
+            return None
+        prefill = {_PREFILL: tokens}
 
 
 def _for_sampling(shape: ModelShape, config: RunConfig, target: Target, budget: int) -> Settings | None:

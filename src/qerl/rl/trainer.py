@@ -142,6 +142,7 @@ class Trainer:
         self.called_constant: set[str] = set()
         self.called_ungraded = False
         self.stop_requested = False
+        self.has_sampled = False
         if checkpoint is not None:
             self._restore(checkpoint)
         elif resume:
@@ -205,6 +206,12 @@ class Trainer:
                 raise
         save_adapter(self.model, self.output_dir / "adapter")
         write_completions_parquet(self.output_dir)
+        if self.has_sampled and not self.rewards.has_paid:
+            names = ", ".join(spec.name for spec in self.rewards.specs)
+            raise RunFailed(
+                f"no completion had a reward from any of {names}: nothing was learned; each gave None, or failed as "
+                "the warnings above say"
+            )
 
     def train_step(self) -> dict[str, Any]:
         """One rollout and all its updates; their metrics. Nothing changes before the first optimizer step.
@@ -224,6 +231,7 @@ class Trainer:
                     self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
                 )
             rollout_seconds = time.monotonic() - started
+            self.has_sampled = True
             metrics = rollout_metrics(rollout, self.task, require_tags=self.rewards.require_tags)
             for record in self.log.write_completions(self.step + 1, rollout.sampled)[:1]:
                 self.display.completion(record)
@@ -487,6 +495,7 @@ class Trainer:
     def _save(self) -> Path:
         state = {
             "pending": self.pending,
+            "data": getattr(self.task, "fingerprint", None),
             "data_position": self.stream.position,
             "data_too_long": self.stream.num_too_long,
             **self.learner.state_dict(),
@@ -504,6 +513,12 @@ class Trainer:
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
+        data = getattr(self.task, "fingerprint", None)
+        if state.get("data") not in (None, data):  # a generated task has none, nor has a checkpoint of an older version
+            raise ValueError(
+                f"{folder}: the problems that task.path has now are not those that the run began with "
+                f"({data} in place of {state['data']}): bring them back, or begin another run in another output_dir"
+            )
         load_parameters(folder, self.model, self.learner.optimizer)
         self.step = state["step"]
         self.pending = state["pending"]

@@ -25,6 +25,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from qerl.config import REWARD_ARGUMENTS, GraderName, TaskConfig
@@ -32,7 +33,7 @@ from qerl.tasks import numbers
 from qerl.tasks.graders import build_grader
 from qerl.tasks.prompts import build_prompt
 from qerl.tasks.rewards import RewardSpec, correctness_by, format_reward
-from qerl.tasks.table import Row, Splits, open_table
+from qerl.tasks.table import Row, Splits, fingerprint, open_table
 from qerl.types import Example
 
 HELD_OUT_SPLITS = ("test", "validation", "valid", "val", "dev")
@@ -88,6 +89,12 @@ class DataTask:
         if clash := [name for name in REWARD_ARGUMENTS if name in columns]:
             raise ValueError(f"the column {clash[0]!r} has the name of a reward function's own argument: rename it")
         self._blank: Row = columns
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all problems, by which a resumed run knows them: how many there are, and digits that change with them."""
+        rows = [[prompt, row] for prompt, row in (*self._train, *self._held_out)]
+        return f"{len(self._train)} to train on, {len(self._held_out)} held out, {fingerprint(rows)}"
 
     @property
     def num_train_examples(self) -> int:

@@ -170,6 +170,8 @@ class RewardRunner:
         self._wanted = {spec.name: _wanted_arguments(spec, columns) for spec in specs}
         self._failed_batches = dict.fromkeys(names, 0)
         self._empty_batches = 0
+        self.has_paid = False
+        """Whether any completion has had a reward."""
 
     @classmethod
     def from_config(cls, config: RewardConfig, task: Task, *, max_steps: int) -> RewardRunner:
@@ -213,10 +215,11 @@ class RewardRunner:
         totals = [math.nan if i in unknown else total for i, total in enumerate(totals)]
 
         self._empty_batches = self._empty_batches + 1 if totals and all(map(math.isnan, totals)) else 0
+        self.has_paid |= any(not math.isnan(total) for total in totals)
         if self._empty_batches == MAX_FAILED_BATCHES:
             raise RuntimeError(
                 f"no completion had a reward from any of {', '.join(parts)} in {MAX_FAILED_BATCHES} batches in a row: "
-                "there is nothing to learn from; see the warnings above"
+                "each gave None, or failed as the warnings above say: there is nothing to learn from"
             )
         failed = {name: sum(map(math.isnan, values)) for name, values in parts.items()}
         return RewardScores(totals, parts, failed)
@@ -232,6 +235,8 @@ class RewardRunner:
         """Return one function's values, NaN for a completion without one; adds to `unknown` those it could not tell."""
         try:
             returned = self._call(spec, arguments) if pending is None else self._await(pending)
+            if isinstance(returned, str) or not isinstance(returned, Iterable):
+                raise ValueError(f"it returned {repr(returned)[:80]}: return a list, one number a completion")
             values = list(returned)
             if len(values) != len(texts):
                 raise ValueError(f"it returned {len(values)} values for {len(texts)} completions")
@@ -245,7 +250,7 @@ class RewardRunner:
         checked = [_checked(value) for value in values]
         refused = [i for i, value in enumerate(values) if value is not None and math.isnan(checked[i])]
         if refused:
-            problem = ValueError(f"it returned {values[refused[0]]!r}, which is no finite number,")
+            problem = ValueError(f"it returned {values[refused[0]]!r}, which is no finite number")
             if all(map(math.isnan, checked)):
                 self._batch_failed(spec.name, problem, f"for {_shorten(texts[refused[0]])}")
                 return checked
@@ -346,15 +351,18 @@ def reward_specs(config: RewardConfig, default: Sequence[RewardSpec]) -> list[Re
 
 
 def _check_arguments(spec: RewardSpec) -> None:
-    """ValueError for an argument that a function of this package does not name: its **kwargs would swallow it.
+    """ValueError for an argument that a function does not name, and that its **kwargs do not take.
 
-    A user's own may read its **kwargs; a warning, where what goes there looks like the name of another argument.
+    Those of this package's functions would swallow it. A user's own may read them; a warning, where what goes there
+    looks like the name of another argument.
     """
+    parameters = inspect.signature(spec.function).parameters.values()
+    names = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
     built_in = getattr(spec.function, "__module__", "").startswith("qerl.")
-    names = [p.name for p in inspect.signature(spec.function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    refused = built_in or len(names) == len(parameters)
     for argument in (a for a in spec.arguments if a not in names):
-        near = difflib.get_close_matches(argument, [n for n in names if built_in or n not in spec.arguments], n=1)
-        if built_in:
+        near = difflib.get_close_matches(argument, [n for n in names if refused or n not in spec.arguments], n=1)
+        if refused:
             raise ValueError(
                 f"rewards.arguments: {spec.name} has no argument {argument!r}"
                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}")

@@ -9,8 +9,6 @@ text, reward functions are given text too, as in TRL.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +44,3 @@ def read_rows(dataset: Any, name: str) -> list[Row]:
     if not rows:
         raise ValueError(f"{name} has no rows")
     return rows
-
-
-def fingerprint(rows: Sequence[Row]) -> str:
-    """Sixteen hexadecimal digits that change with the rows, by which a resumed run knows its data."""
-    text = json.dumps(rows, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()

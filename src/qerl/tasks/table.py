@@ -14,10 +14,12 @@ read directly and leave nothing in a cache; only a named data set is downloaded,
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -45,6 +47,12 @@ def open_table(source: str, subset: str | None = None) -> Splits:
     if not _HUB_NAME.fullmatch(source) or path.suffix in _READERS:
         raise ValueError(f"there is no file or folder {source}")
     return _open_named(source, subset)
+
+
+def fingerprint(rows: Sequence[Any]) -> str:
+    """Sixteen hexadecimal digits that change with the rows, by which a resumed run knows its data."""
+    text = json.dumps(rows, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
 def _open_folder(path: Path) -> Splits:
@@ -93,7 +101,7 @@ def _open_named(name: str, subset: str | None) -> Splits:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -108,6 +116,16 @@ def _read_jsonl(path: Path) -> list[Row]:
     return rows
 
 
+def _text(path: Path) -> str:
+    """All of it, line ends as they are. ValueError: it is not UTF-8."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+
+
 def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # comes with `datasets`
 
@@ -118,8 +136,8 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
+    lines = io.StringIO(_text(path), newline="")
+    rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
             raise ValueError(f"{path}, row {number}: the number of cells is not that of the header")

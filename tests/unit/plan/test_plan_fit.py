@@ -176,6 +176,15 @@ def test_the_nearest_settings_fit_and_change_what_is_too_large(models, settings,
     assert plan_memory(shape, fixed, target).peak <= budget
 
 
+def test_shorter_prefills_make_a_small_card_do(models):
+    """Its 8,192 tokens at a time take 1 GB of 7B, whatever the KV cache."""
+    shape, config, target, _ = planned(models, "7B", recipe=RECIPES["7B"])
+    budget = budget_of(10_000_000_000)
+    found = nearest_settings(shape, config, target, budget)
+    assert found is not None and 256 <= found["rollout.prefill_tokens"] < config.rollout.prefill_tokens
+    assert plan_memory(shape, with_settings(config, found), target).peak <= budget
+
+
 def test_what_graphs_keep_for_themselves_is_there_in_the_update(models):
     """On a GPU: slots of the largest call, and a decode step of the rollout's largest bucket; without graphs, slots."""
     settings = ["rollout.prompts_per_step=5", "rollout.num_generations=8", "rollout.max_completion_length=2000",
@@ -363,12 +372,14 @@ def test_the_command_prints_json(models):
     assert printed["peaks"]["rollout"] == sum(printed["phases"]["rollout"].values())
 
 
-@pytest.mark.parametrize("text, size", [("24GB", 24e9), ("24", 24e9), ("79.5 gb", 79.5e9), ("80G", 80e9)])
+@pytest.mark.parametrize(
+    "text, size", [("24GB", 24e9), ("24", 24e9), ("79.5 gb", 79.5e9), ("80G", 80e9), ("24GiB", 24 * 2**30)]
+)
 def test_a_cards_memory(text, size):
     assert parse_card(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0GB", "24GiB", "H100", "-1"])
+@pytest.mark.parametrize("text", ["", "0GB", "24MiB", "H100", "-1", "4090"])
 def test_what_is_no_memory(text):
     with pytest.raises(ValueError, match="give the card's memory, such as 24GB"):
         parse_card(text)

@@ -167,6 +167,13 @@ def test_an_argument_that_a_built_in_function_has_not_is_refused():
     assert reward_specs(config, default=[])[0].arguments == {"require_tags": False}
 
 
+def test_a_users_argument_that_nothing_takes_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def close(completions, tolerance=0.1):\n    return [0.0] * len(completions)\n")
+    config = RewardConfig(functions=[f"{tmp_path / 'mine.py'}:close"], arguments={"close": {"tolerence": 5}})
+    with pytest.raises(ValueError, match=r"close has no argument 'tolerence'; did you mean tolerance\?"):
+        reward_specs(config, default=[])
+
+
 def test_a_users_argument_that_looks_misspelt_is_told(tmp_path, caplog):
     """What **kwargs take may be meant; `tolerance` stays at its default without a word otherwise."""
     file = tmp_path / "mine.py"
@@ -333,6 +340,26 @@ def test_none_is_no_failure_of_its_function(caplog):
     for _ in range(2 * MAX_FAILED_BATCHES):
         assert score(rewards, ["a"]).totals == [1.0]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, "1"])
+def test_what_is_no_list_is_told(returned, caplog):
+    def forgetful(completions):
+        return returned
+
+    rewards = runner(forgetful, constant(0.2))
+    with caplog.at_level("WARNING"):
+        score(rewards, ["a"])
+    assert f"it returned {returned!r}: return a list, one number a completion" in caplog.text
+
+
+def test_whether_anything_was_ever_paid():
+    rewards = runner(constant(None))
+    score(rewards, ["a"])
+    assert not rewards.has_paid
+    rewards = runner(constant(0.0))
+    score(rewards, ["a"])
+    assert rewards.has_paid
 
 
 def test_batches_without_any_reward_stop_the_run():

@@ -124,3 +124,10 @@ def test_who_waits_for_the_hub_is_told(monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "no file or folder data/mine: the Hub is asked for a data set of that name"
     ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_another_encoding_is_told_with_its_place(tmp_path, name):
+    (tmp_path / name).write_bytes('{"question": "x"}\n{"question": "caf\u00e9"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{name}, line 2: not UTF-8 .*save the file as UTF-8"):
+        open_table(str(tmp_path / name))["a"]()
