@@ -114,9 +114,10 @@ class LiveView:
         self.live.stop()
 
     def phase(self, name: str, done: int, total: int, left: float | None) -> None:
-        """Move the phase's bar, unless it was moved a moment ago."""
+        """Move the phase's bar, unless it was moved a moment ago; another phase is shown at once, as it may last."""
+        is_new = self.now is None or self.now[0] != name
         self.now, self.left = (name, done, total), left
-        if time.monotonic() - self.drawn > 1 / REFRESHES_PER_SECOND:
+        if is_new or time.monotonic() - self.drawn > 1 / REFRESHES_PER_SECOND:
             self._draw()
 
     def step(self, metrics: dict[str, Any], left: float | None) -> None:

@@ -211,6 +211,18 @@ def test_the_panel_shows_what_a_step_has(size):
         assert shown in text
 
 
+def test_another_phase_is_drawn_at_once(size, monkeypatch):
+    """Rewards may take minutes, in which nothing else is told."""
+    view = LiveView(10, "runs/demo", Terminal())
+    drawn = []
+    monkeypatch.setattr(view.live, "refresh", lambda: drawn.append(view.now))
+    view.drawn = time.monotonic() + 1000  # a moment ago
+    view.phase("rollout", 1, 8, None)
+    view.phase("rollout", 8, 8, None)
+    view.phase("rewards", 0, 8, None)
+    assert drawn[-1] == ("rewards", 0, 8) and ("rollout", 8, 8) not in drawn
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (40, 60), (20, 5), (80, 10)])
 def test_the_panel_keeps_to_the_terminal(size, width, height):
     size(width, height)

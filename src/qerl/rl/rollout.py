@@ -105,8 +105,12 @@ def collect_groups(
     rewards: RewardRunner,
     config: RunConfig,
     progress: Callable[[int, int], None] | None = None,
+    scoring: Callable[[int, int], None] | None = None,
 ) -> Rollout:
-    """Sample and score the groups of one step: `prompts_per_step` to train on, or fewer under dynamic sampling."""
+    """Sample and score the groups of one step: `prompts_per_step` to train on, or fewer under dynamic sampling.
+
+    progress is told of completions that are done, scoring of those that wait for their reward.
+    """
     settings, loss = config.rollout, config.loss
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k, settings.min_p)
     rollout = Rollout()
@@ -134,6 +138,8 @@ def collect_groups(
             )
             for (example, _), request, group in zip(prompts, requests, completions, strict=True)
         ]
+        if scoring is not None:
+            scoring(0, sum(len(group) for group in completions))
         for name, failed in score_groups(sampled, rewards, config, step).items():
             rollout.reward_failures[name] = rollout.reward_failures.get(name, 0) + failed
         varying = [group for group in sampled if reward_varies(group.rewards, loss.zero_variance_tolerance)]

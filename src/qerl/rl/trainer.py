@@ -228,7 +228,13 @@ class Trainer:
         try:
             with self.watch("rollout"):
                 rollout = collect_groups(
-                    self.step, self.stream, self.engine, self.rewards, config, self._progress("rollout")
+                    self.step,
+                    self.stream,
+                    self.engine,
+                    self.rewards,
+                    config,
+                    self._progress("rollout"),
+                    self._progress("rewards"),
                 )
             rollout_seconds = time.monotonic() - started
             self.has_sampled = True
