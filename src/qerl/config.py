@@ -174,8 +174,8 @@ class TaskConfig(Section):
     """Held-out problems from elsewhere, in any form that `path` has."""
     eval_split: str | None = None
     """Split to hold out; default: test or validation where there is one, else a share of the training split."""
-    held_out_share: float = Field(default=0.1, gt=0, lt=1)
-    """That share, chosen by a hash of the prompt: the same in every run."""
+    held_out_share: float = Field(default=0.1, ge=0, lt=1)
+    """That share, chosen by a hash of the prompt: the same in every run; 0 trains on all."""
     prompt_column: str = "prompt"
     """data: the column with the problem, plain text or chat messages."""
     answer_column: str = "answer"

@@ -172,7 +172,7 @@ OUT_OF_BOUNDS = [
     ("task.difficulty", 0),
     ("task.difficulty", 6),
     ("task.max_prompt_length", 0),
-    ("task.held_out_share", 0.0),
+    ("task.held_out_share", -0.1),
     ("task.held_out_share", 1.0),
     ("rewards.timeout_s", 0.0),
     ("rollout.prompts_per_step", 0),

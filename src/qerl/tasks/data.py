@@ -181,7 +181,9 @@ class DataTask:
     def _cut(
         rows: list[tuple[Prompt, Row]], share: float, place: str
     ) -> tuple[list[tuple[Prompt, Row]], list[tuple[Prompt, Row]]]:
-        """Cut off the held-out share."""
+        """Cut off the held-out share; none, if that is asked for."""
+        if share == 0:
+            return rows, []
         keys = {problem_key(prompt) for prompt, _ in rows}
         hashes = {key: hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys}
         chosen = set(sorted(hashes, key=hashes.__getitem__)[: int(len(hashes) * share)])
@@ -190,7 +192,7 @@ class DataTask:
         if not train or not held_out:
             raise ValueError(
                 f"{place} gives {len(train)} training and {len(held_out)} held-out problems: both are needed; give "
-                "task.eval_path, or more rows"
+                "task.eval_path, or more rows, or train on all by task.held_out_share = 0"
             )
         return train, held_out
 

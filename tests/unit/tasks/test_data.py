@@ -123,6 +123,8 @@ def test_too_little_data(tmp_path):
         load("gsm8k", path)
     with pytest.raises(ValueError, match=r"4 held-out problems .* there are 3: set eval\.num_problems = 3"):
         load("gsm8k", path, held_out_share=0.34).eval_examples(4)
+    task = load("gsm8k", path, held_out_share=0.0)
+    assert (task.num_train_examples, task.num_eval_examples, task.eval_examples(0)) == (9, 0, [])
 
 
 # ---------------------------------------------------------------- known layouts
