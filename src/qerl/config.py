@@ -146,6 +146,9 @@ class LoraConfig(Section):
     """Alphas for layers whose name matches a pattern, as in PEFT."""
     train_norms: bool = False
     """Train the RMSNorm weights too; they are saved with the adapter."""
+    start_from: str | None = None
+    """Folder of a LoRA adapter in PEFT's layout to start from, such as one of supervised fine-tuning; default: B = 0.
+    It must have been made with the settings above. The reference of loss.beta stays the base without it."""
 
     @model_validator(mode="after")
     def _trains_something(self) -> LoraConfig:

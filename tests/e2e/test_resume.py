@@ -130,6 +130,20 @@ def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
     assert "optimizer.learning_rate: 0.001 in the checkpoint, 0.002 now" in output
 
 
+def test_a_run_can_start_from_an_adapter(unbroken, data, tmp_path):
+    """With a learning rate of next to nothing it ends where it began; other settings are refused."""
+    adapter = unbroken / "adapter"
+    options = ("steps=1", f"lora.start_from={adapter}", "optimizer.learning_rate=1e-12", "eval.num_problems=0")
+    finish(start(tmp_path / "run", data, *options))
+    begun, ended = (
+        load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "run" / "adapter")
+    )
+    assert any(tensor.abs().max() > 1e-4 for name, tensor in begun.items() if "lora_B" in name)
+    assert begun.keys() == ended.keys() and all(abs(begun[n] - ended[n]).max() < 1e-6 for n in begun)
+    output = finish(start(tmp_path / "other", data, *options, "lora.r=8", "lora.train_norms=false"), code=2)
+    assert f"lora.start_from: {adapter} was made with other settings: set lora.r=4 lora.train_norms=true" in output
+
+
 def test_other_problems_are_refused_on_resume(unbroken, data):
     """The same path, another file: what was measured before and after would not be the same."""
     file = data / "train.jsonl"

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import math
 import re
 import zlib
@@ -251,6 +252,28 @@ def load_adapter_weights(model: PeftModel, folder: Path) -> None:
         tensor.copy_(saved[name])
 
 
+def check_start(folder: Path, lora: LoraConfig) -> None:
+    """ValueError, with the settings that would do, where a saved adapter is not of the kind that [lora] makes."""
+    saved = _saved_config(folder)
+    _refuse_beyond(saved, f"lora.start_from: {folder}")
+    theirs = {
+        "r": saved.r,
+        "alpha": saved.lora_alpha,
+        "use_rslora": saved.use_rslora,
+        "rank_pattern": saved.rank_pattern,
+        "alpha_pattern": saved.alpha_pattern,
+        "train_norms": bool(saved.modules_to_save),
+    }
+    if saved.target_modules is not None and not isinstance(saved.target_modules, str):
+        theirs["target_modules"] = sorted(saved.target_modules)
+    ours = {name: getattr(lora, name) for name in theirs}
+    ours["target_modules"] = sorted(lora.target_modules)
+    other = {name: value for name, value in theirs.items() if value != ours[name]}
+    if other:
+        fix = " ".join(f"lora.{name}={json.dumps(value)}" for name, value in other.items())
+        raise ValueError(f"lora.start_from: {folder} was made with other settings: set {fix}")
+
+
 def _saved_config(folder: Path) -> peft.LoraConfig:
     if not (folder / "adapter_config.json").is_file():
         inside = sorted(folder.glob("checkpoints/*/adapter")) or sorted(folder.glob("adapter"))  # a run's own folder
@@ -283,9 +306,7 @@ def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False)
 
     ValueError for what the forward pass here would leave out.
     """
-    beyond = [name for name in ("use_dora", "lora_bias", "target_parameters") if getattr(config, name, None)]
-    if beyond:
-        raise ValueError(f"the adapter is more than B A of linears ({', '.join(beyond)}): not supported")
+    _refuse_beyond(config, "the adapter")
     config._register_custom_module({nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]):  # PEFT initialises from the global generator; what it draws is replaced
         adapted = peft.get_peft_model(causal_lm(model), config, low_cpu_mem_usage=on_meta)
@@ -300,6 +321,12 @@ def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False)
     for layer in decoder_layers(adapted):
         _make_room(layer)
     return adapted
+
+
+def _refuse_beyond(config: peft.LoraConfig, what: str) -> None:
+    beyond = [name for name in ("use_dora", "lora_bias", "target_parameters") if getattr(config, name, None)]
+    if beyond:
+        raise ValueError(f"{what} is more than B A of linears ({', '.join(beyond)}): not supported")
 
 
 def _make_room(layer: nn.Module) -> None:

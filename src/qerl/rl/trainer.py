@@ -38,7 +38,7 @@ from qerl.evaluate import Grading, evaluate
 from qerl.evaluate.show import show_progress
 from qerl.metrics import CONSTANT_STEPS, constant_since
 from qerl.nn.load import eos_token_ids, load_model, resolve_device
-from qerl.nn.lora import attach_lora
+from qerl.nn.lora import attach_lora, check_start, load_adapter_weights
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, build_controller, relative_noise
@@ -105,6 +105,9 @@ class Trainer:
         checkpoint = self._find_checkpoint(resume)
         check_installed(config.report_to)
         check_optimizer(config.optimizer)
+        start = Path(config.lora.start_from) if config.lora.start_from is not None and checkpoint is None else None
+        if start is not None:
+            check_start(start, config.lora)
         check_engine(config.rollout, config.model, training=True)
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
@@ -120,6 +123,8 @@ class Trainer:
             with nullcontext() if self.display.quiet else show_progress("loading the model") as progress:
                 base, self.tokenizer = load_model(config.model, adapter_rank=config.lora.r, progress=progress)
         self.model = attach_lora(base, config.lora, seed=config.seed)
+        if start is not None:
+            load_adapter_weights(self.model, start)
         self.device = head(base).weight.device
         if config.optimizer.gradient_checkpointing:
             recompute_layers(self.model, offload=config.optimizer.offload_activations)
