@@ -171,6 +171,7 @@ def main() -> None:
     settings = [*args.settings, f"save_every={args.every}", "keep_checkpoints=1000", "eval.num_problems=0"]
     config = load_config(args.recipe, settings)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    versions = harness.versions(transformers="transformers", peft="peft", trl="trl")
     records = []
     with TemporaryDirectory() as scratch:
         for who in args.who:
@@ -187,7 +188,7 @@ def main() -> None:
                 records.append(
                     {"bench": "time_to_score", "who": who, "recipe": args.recipe.name, "settings": args.settings,
                      "step": step, "seconds": round(seconds[step], 2), **scores, "run": args.run,
-                     "commit": harness.commit(), "device": device, "versions": _versions()}
+                     "commit": harness.commit(), "device": device, "versions": versions}
                 )  # fmt: skip
     harness.write(records, args.out, device)
     print("\n".join(table(records)))
@@ -203,12 +204,6 @@ def table(records: list[dict[str, Any]]) -> list[str]:
         )
         lines.append(f"| {r['who']} | {r['step']} | {r['seconds']:.0f} | {greedy} | {sampled} |")
     return lines
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "transformers", "peft", "trl")}
 
 
 if __name__ == "__main__":

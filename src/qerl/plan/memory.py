@@ -246,14 +246,14 @@ def dequantisation_scratch(shape: ModelShape, target: Target, ranks: Mapping[str
     On a GPU an adapter's B is behind it (kernels/w4a16/dense.py).
     """
     sizes = [0, *(sum(product.rows) * product.columns for product in shape.products if product.coded)]
+    ranks = ranks if target.on_gpu else {}
     for layer in shape.layers:
-        of_layer = max((ranks.get(linear.name, 0) for linear in layer.linears), default=0) if target.on_gpu else 0
-        room = room_for(min(of_layer, MAX_RANK))
+        room = room_for(min(max(ranks.get(linear.name, 0) for linear in layer.linears), MAX_RANK))
         for product in (p for p in layer.products if p.packed):
             rows, columns = padded_shape(product)
             sizes += [_round_up(n, TILE_ROWS) * (columns + room) for n in product.rows]
             if prefill_tokens > MAX_FUSED_TOKENS or not target.on_gpu:  # else products read the packed codes
-                of = [ranks.get(linear.name, 0) if target.on_gpu else 0 for linear in product.linears]
+                of = [ranks.get(linear.name, 0) for linear in product.linears]
                 within = len(of) * _round_up(max(of), RANK_STEP) if max(of) <= MAX_RANK else 0
                 sizes.append(rows * (columns + within))
     return max(sizes) * target.activation_bytes

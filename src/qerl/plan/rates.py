@@ -109,16 +109,17 @@ def _rollout(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -
     if not together or not rate.decode:
         return None
     waves = [together] * (completions // together) + [completions % together] * (completions % together > 0)
-    steps = [rate.decode_ms(size) for size in waves]
-    widths = shape.kv_heads, shape.head_dim, 2
-    context = memory.prompt_tokens + memory.completion_tokens / 2
-    read = context * token_bytes(*widths, fp8=rollout.kv_cache_dtype == "fp8") - CONTEXT * token_bytes(
-        *widths, fp8=False
+    token, measured = (
+        token_bytes(shape.kv_heads, shape.head_dim, 2, fp8=fp8) for fp8 in (rollout.kv_cache_dtype == "fp8", False)
     )
-    beyond = [size * read * len(shape.layers) / rate.bandwidth for size in waves]
-    if any(ms is None for ms in steps):
-        return None
-    step_s = sum(ms for ms in steps if ms is not None) / 1e3 + sum(beyond)
+    context = memory.prompt_tokens + memory.completion_tokens / 2
+    beyond = len(shape.layers) * (context * token - CONTEXT * measured)  # bytes of a sequence that a step reads more
+    step_s = 0.0
+    for size in waves:
+        ms = rate.decode_ms(size)
+        if ms is None:
+            return None
+        step_s += ms / 1e3 + size * beyond / rate.bandwidth
     return rollout.prompts_per_step * memory.prompt_tokens / rate.prefill + step_s * memory.completion_tokens
 
 

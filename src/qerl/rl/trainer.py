@@ -112,6 +112,8 @@ class Trainer:
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
+        if checkpoint is not None:
+            self._check_same_problems(checkpoint)
         self.rewards = rewards or RewardRunner.from_config(config.rewards, self.task, max_steps=config.steps)
         if not self.rewards.require_tags:
             self.display.message("accuracy counts a right answer wherever it stands, as the reward does (require_tags)")
@@ -147,7 +149,6 @@ class Trainer:
         self.called_constant: set[str] = set()
         self.called_ungraded = False
         self.stop_requested = False
-        self.has_sampled = False
         if checkpoint is not None:
             self._restore(checkpoint)
         elif resume:
@@ -211,7 +212,7 @@ class Trainer:
                 raise
         save_adapter(self.model, self.output_dir / "adapter")
         write_completions_parquet(self.output_dir)
-        if self.has_sampled and not self.rewards.has_paid:
+        if self.rewards.has_paid is False:
             names = ", ".join(spec.name for spec in self.rewards.specs)
             raise RunFailed(
                 f"no completion had a reward from any of {names}: nothing was learned; each gave None, or failed as "
@@ -242,7 +243,6 @@ class Trainer:
                     self._progress("rewards"),
                 )
             rollout_seconds = time.monotonic() - started
-            self.has_sampled = True
             metrics = rollout_metrics(rollout, self.task, require_tags=self.rewards.require_tags)
             for record in self.log.write_completions(self.step + 1, rollout.sampled)[:1]:
                 self.display.completion(record)
@@ -494,6 +494,15 @@ class Trainer:
         check_same_run(read_state(checkpoints[-1]), self.config, checkpoints[-1])
         return checkpoints[-1]
 
+    def _check_same_problems(self, checkpoint: Path) -> None:
+        """ValueError for other problems under the same path. Generated tasks and older checkpoints know of none."""
+        before, now = read_state(checkpoint).get("data"), getattr(self.task, "fingerprint", None)
+        if before not in (None, now):
+            raise ValueError(
+                f"{checkpoint}: the problems that task.path has now are not those that the run began with "
+                f"({now} in place of {before}): bring them back, or begin another run in another output_dir"
+            )
+
     def _last_logged(self) -> int:
         """The last step whose metrics are written; -1: none."""
         return self.step - (self.pending is not None)
@@ -524,12 +533,6 @@ class Trainer:
 
     def _restore(self, folder: Path) -> None:
         state = read_state(folder)
-        data = getattr(self.task, "fingerprint", None)
-        if state.get("data") not in (None, data):  # a generated task has none, nor has a checkpoint of an older version
-            raise ValueError(
-                f"{folder}: the problems that task.path has now are not those that the run began with "
-                f"({data} in place of {state['data']}): bring them back, or begin another run in another output_dir"
-            )
         load_parameters(folder, self.model, self.learner.optimizer)
         self.step = state["step"]
         self.pending = state["pending"]

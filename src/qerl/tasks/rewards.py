@@ -170,8 +170,8 @@ class RewardRunner:
         self._wanted = {spec.name: _wanted_arguments(spec, columns) for spec in specs}
         self._failed_batches = dict.fromkeys(names, 0)
         self._empty_batches = 0
-        self.has_paid = False
-        """Whether any completion has had a reward."""
+        self.has_paid: bool | None = None
+        """Whether any completion has had a reward; None before the first."""
 
     @classmethod
     def from_config(cls, config: RewardConfig, task: Task, *, max_steps: int) -> RewardRunner:
@@ -215,7 +215,8 @@ class RewardRunner:
         totals = [math.nan if i in unknown else total for i, total in enumerate(totals)]
 
         self._empty_batches = self._empty_batches + 1 if totals and all(map(math.isnan, totals)) else 0
-        self.has_paid |= any(not math.isnan(total) for total in totals)
+        if totals:
+            self.has_paid = bool(self.has_paid) or not all(map(math.isnan, totals))
         if self._empty_batches == MAX_FAILED_BATCHES:
             raise RuntimeError(
                 f"no completion had a reward from any of {', '.join(parts)} in {MAX_FAILED_BATCHES} batches in a row: "
