@@ -1,6 +1,7 @@
 """One run in qerl and in TRL: seconds until a policy has learned, with the same problems, rewards and settings.
 
     python benchmarks/time_to_score.py examples/demo.toml [KEY=VALUE ...] [--who qerl trl] [--every 10] [--limit 300]
+                                             [--tag-free]
 
 The recipe is what `qerl train` takes. TRL's GRPOTrainer gets what it says: the base in 16 bits (on a CPU in float32),
 the same LoRA, the problems in the same order, the task's reward functions with their weights, completions, lengths,
@@ -148,14 +149,14 @@ def adapter_of(who: str, folder: Path, step: int) -> Path:
     return folder / f"checkpoints/step-{step:06d}/adapter" if who == "qerl" else folder / f"checkpoint-{step}"
 
 
-def score(who: str, config: RunConfig, adapter: Path, limit: int) -> dict[str, Any]:
+def score(who: str, config: RunConfig, adapter: Path, limit: int, *, tag_free: bool) -> dict[str, Any]:
     """Accuracy on held-out problems, greedy and of 4 samples, over the base that the adapter was trained on."""
     model = config.model if who == "qerl" else config.model.model_copy(update={"format": "bf16"})
     rollout = RolloutConfig(max_completion_length=config.rollout.max_completion_length)
     (policy,) = evaluate(
         Settings(model=model, task=config.task, rollout=rollout, adapter=adapter, num_samples=4, limit=limit)
     )["policies"]
-    return {mode: policy[mode]["tagged"]["pass@1"] for mode in ("greedy", "sampled")}
+    return {mode: policy[mode]["tag_free" if tag_free else "tagged"]["pass@1"] for mode in ("greedy", "sampled")}
 
 
 def main() -> None:
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--who", nargs="+", choices=WHO, default=WHO)
     parser.add_argument("--every", type=int, default=10, help="steps between adapters")
     parser.add_argument("--limit", type=int, default=300, help="held-out problems")
+    parser.add_argument("--tag-free", action="store_true", help="an answer counts wherever it stands, as in qerl eval")
     parser.add_argument("--run", default=time.strftime("%Y%m%d-%H%M%S"), help="id of the run, in every record")
     parser.add_argument("--out", default="-", help="file to append to, - to print")
     args = parser.parse_intermixed_args()
@@ -184,10 +186,11 @@ def main() -> None:
                 sys.exit(f"{who} failed")
             seconds = {int(step): s for step, s in json.loads(result.read_text()).items()}
             for step in (s for s in seconds if s % args.every == 0):
-                scores = score(who, config, adapter_of(who, folder, step), args.limit)
+                scores = score(who, config, adapter_of(who, folder, step), args.limit, tag_free=args.tag_free)
                 records.append(
                     {"bench": "time_to_score", "who": who, "recipe": args.recipe.name, "settings": args.settings,
-                     "step": step, "seconds": round(seconds[step], 2), **scores, "run": args.run,
+                     "step": step, "seconds": round(seconds[step], 2), **scores,
+                     "grading": "tag_free" if args.tag_free else "tagged", "run": args.run,
                      "commit": harness.commit(), "device": device, "versions": versions}
                 )  # fmt: skip
     harness.write(records, args.out, device)

@@ -226,6 +226,28 @@ def test_the_kernel_gives_a_sequence_the_same_bits_in_any_company(device):
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("coded", [False, True])
+def test_programs_that_take_several_splits_give_the_same_bits(device, coded, monkeypatch):
+    """Sequences that end in a program's first split, within its turns, and with them."""
+    problem = Problem([1, 128, 129, 257, 512, 700], group=7, device=device, dtype=torch.bfloat16, coded=coded)
+    problem.poison()
+    y, *_ = problem.run(paged())
+    for turns in (2, 4):
+        monkeypatch.setattr("qerl.kernels.attention.paged.turns_of", lambda *_, turns=turns: turns)
+        results = problem.run(paged())
+        assert torch.equal(results[0], y)
+        check_stores(problem, results)
+
+
+@pytest.mark.gpu
+def test_a_large_batch_has_programs_of_several_splits():
+    from qerl.kernels.attention.paged import turns_of
+
+    assert [turns_of(n, torch.device("cuda")) for n in (1, 100, 10**6)] == [1, 1, 2]
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_reads_shared_pages_and_padding_slots(device):
     """Sequences 0 and 1 share a prompt's pages; the others are padding: a table full of one spare page, length 1."""
     problem = Problem([300, 290, 1, 1], group=4, device=device, dtype=torch.bfloat16)
@@ -290,7 +312,9 @@ def test_in_tritons_interpreter():
 @outer_run
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("group, head_dim, coded", [(7, 128, False), (7, 64, False), (5, 128, True)])
-def test_the_kernels_compile(group, head_dim, coded, capability, monkeypatch):
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_kernels_compile(group, head_dim, coded, turns, capability, monkeypatch):
+    monkeypatch.setattr("qerl.kernels.attention.paged.turns_of", lambda *_: turns)
     problem = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded)
     _, split, join = compile_launches(
         capability, monkeypatch, lambda: problem.run(paged()), reads_ahead=["_split_kernel"]

@@ -161,10 +161,20 @@ def test_adapter_input(emulate, tokens, m):
     assert x_ready.tolist() == [1, 0]
 
 
-def test_many_tokens_with_small_blocks_beside_the_product(emulate, monkeypatch):
+def test_a_long_k_is_dealt_to_more_blocks(emulate, monkeypatch):
+    monkeypatch.setattr(prepare, "_LONG", 512)
+    emulate(2)
+    for m in (64, 130):
+        weight, x = random_weight((40, 300), 528), whole(m, 528, seed=m).bfloat16()
+        adapter = random_adapter(weight, 20)
+        assert prepare.shape_of(m, min(m, 128), 2, 528).cluster == 16
+        check(w4a16_hopper(x, weight, None, adapter), x, weight, None, adapter)
+
+
+def test_many_tokens_with_large_blocks_before_the_product(emulate, monkeypatch):
     """What prepare.py's blocks are like is a choice by the clock alone."""
-    small = prepare.Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=True, beside=True)
-    monkeypatch.setitem(prepare._WITH_ADAPTER, 128, small)
+    other = prepare.Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
+    monkeypatch.setattr(prepare, "_MORE", other)
     emulate(2)
     weight, x = random_weight((40, 300), 528), whole(130, 528).bfloat16()
     adapter = random_adapter(weight, 20)
@@ -178,7 +188,7 @@ def test_prepared_activations_are_as_described(emulate, tokens):
     m, k, chunks = tokens + 5, 208, 4
     x = torch.arange(m * k).view(m, k).to(torch.int16)  # its bits name each place
     tiles = torch.full((2 * chunks * tokens * 64,), -1, dtype=torch.int16)
-    kernel = prepare.prepare_kernel(tokens, 0, x.device)
+    kernel = prepare.prepare_kernel(prepare.TILES_ALONE, tokens, 0, x.device)
     kernel.launch(
         (8, 1, 1), prepare.TILES_ALONE.threads, 0, (x, tiles, 0, 0, 0, m, k, chunks, 256, 1, 8, tiles.numel() // 8, 0)
     )
@@ -200,7 +210,7 @@ def test_every_step_is_done_once(variant):
     The blocks of a tile have to find each other's sums: they are neighbours, in the order of k; `block_of`, repeated
     here, names the first and the last; a block keeps the sums of two tiles at most, in two places.
     """
-    library = emulation(hopper.SOURCE, variant.defines(0, "e4m3"), *FILES["w4a16_hopper"])
+    library = emulation(hopper.SOURCE, variant.defines(0, prepare.TILES_ALONE, "e4m3"), *FILES["w4a16_hopper"])
     found = torch.zeros(4096, 4, dtype=torch.int32)
     for k_steps, slices, tiles, multiprocessors in itertools.product(
         range(1, 9), (0, 4), range(1, 40), (1, 2, 3, 5, 8)
@@ -211,6 +221,7 @@ def test_every_step_is_done_once(variant):
             steps=k_steps,
             chunks=1 << 20,  # so many that sharing pays wherever it can
             slices=slices,
+            shape=prepare.shape_of(variant.tokens, variant.tokens, slices, 1024),
             supertiles=supertiles,
             multiprocessors=multiprocessors,
             parts=1,

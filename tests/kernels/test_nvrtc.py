@@ -223,10 +223,12 @@ def test_every_portable_variant_compiles_and_keeps_its_registers(source, defines
     assert spilled_bytes(log) == [0] * source.read_text().count('extern "C" __global__'), log
 
 
+@pytest.mark.parametrize("columns", [1024, 16384])
 @pytest.mark.parametrize("slices", [0, 2, 4])
-@pytest.mark.parametrize("tokens", [8, *dict.fromkeys(v.tokens for v in hopper.VARIANTS)])
-def test_prepare_compiles_and_keeps_its_registers(tokens, slices):
-    log = words_of_the_assembler(prepare.SOURCE, prepare.defines(tokens, slices), "sm_90a")
+@pytest.mark.parametrize("m, tokens", [(t, t) for t in (8, 16, 32, 64, 128)] + [(129, 128)])
+def test_prepare_compiles_and_keeps_its_registers(m, tokens, slices, columns):
+    shape = prepare.shape_of(m, tokens, slices, columns)
+    log = words_of_the_assembler(prepare.SOURCE, shape.defines(tokens, slices), "sm_90a")
     assert spilled_bytes(log) == [0], log
 
 
@@ -234,7 +236,10 @@ def test_prepare_compiles_and_keeps_its_registers(tokens, slices):
 def test_every_hopper_variant_compiles(variant):
     """Nothing makes the assembler wait for each wgmma. Spills are few (132 bytes by NVRTC 13.5): they lie outside the
     loop over K."""
-    variants = [variant.defines(slices, f) for slices in (0, 2, 4) for f in ("e4m3", "e8m0")]
+    tokens = variant.tokens
+    batches = (128, 129) if tokens == 128 else (tokens,)
+    others = [(slices, prepare.shape_of(m, tokens, slices, 1024)) for m in batches for slices in (0, 2, 4)]
+    variants = [variant.defines(*other_of, f) for other_of in others for f in ("e4m3", "e8m0")]
     with ThreadPoolExecutor(2) as pool:
         logs = pool.map(lambda defines: words_of_the_assembler(hopper.SOURCE, defines, "sm_90a"), variants)
     for log in logs:

@@ -168,6 +168,8 @@ def _write(entry: Path, cubin: bytes) -> None:
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER = 8  # blocks, on all chips that have clusters; sm_90 takes 16 where a kernel asks for it
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -183,7 +185,7 @@ class Kernel:
 
     def __init__(self, cubin: bytes, name: str, signature: str, device: torch.device, cluster: int) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        self._context, self._function = _load(cubin, name, self._device)
+        self._context, self._function = _load(cubin, name, self._device, cluster)
         layout = struct.Struct("@" + signature)
         self._values = ctypes.create_string_buffer(layout.size)
         self._pack_values = layout.pack_into
@@ -322,7 +324,7 @@ def _kernel(
     return Kernel(cubin, name, signature_of(source, name), device, cluster)
 
 
-def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+def _load(cubin: bytes, name: str, index: int, cluster: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     """The device's primary context, which is torch's, and the function in it, free to use all shared memory."""
     driver, by_reference = _driver(), ctypes.byref
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -339,6 +341,8 @@ def _load(cubin: bytes, name: str, index: int) -> tuple[ctypes.c_void_p, ctypes.
         _check(driver.cuFuncLoad(function))  # now, not at the first launch
         _check(driver.cuFuncGetAttribute(by_reference(static), _STATIC_SHARED, function))
         _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, most.value - static.value))
+        if cluster > _PORTABLE_CLUSTER:
+            _check(driver.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1))
         prefer_shared_memory(function, index)
     finally:
         driver.cuThreadExchangeStreamCaptureMode(by_reference(mode))

@@ -1,14 +1,16 @@
 """Triton kernels: paged decode attention in splits of a sequence, and the sum of the splits.
 
-    _split_kernel   one program a (split, key head, sequence): the query heads of a key head are the rows of one product
-                    with the SPLIT tokens' keys, whose softmax, in float32, weights their values
+    _split_kernel   one program a (split, or several; key head; sequence): the query heads of a key head are the rows of
+                    one product with the SPLIT tokens' keys, whose softmax, in float32, weights their values
     _join_kernel    one program a (query head, sequence): sum of its splits' results, AT_ONCE at a time, first to last
 
 A split is always SPLIT tokens, counted from the sequence's start, so what is summed in which order is a function of
 the sequence's length alone. A sequence of one split is finished by the first kernel. The grid depends on the width of
 the page table, never on lengths, so a CUDA graph holds for all sequences that the table can describe; programs past a
-sequence's end return at once. A program has no loop: keys and values are asked for at once, and one sequence of 1,280
-tokens keeps 10 programs a key head busy, since at small batches latency is all that a decode step's attention costs.
+sequence's end return at once. At small batches latency is all that a decode step's attention costs: a program has one
+split, whose keys and values it asks for at once, and one sequence of 1,280 tokens keeps 10 programs a key head busy. At
+large ones it is memory's bandwidth: a program takes TURNS splits, one after the other, and asks for the next one's keys
+and values while it multiplies this one's. The bits are the same.
 
 A split leaves, in float32 and base 2: its largest score m, l = sum 2^(s - m), a = sum 2^(s - m) v. Then
 
@@ -32,6 +34,7 @@ from torch import Tensor
 from qerl.kernels.announcement import Announcement
 from qerl.kernels.attention import SPLIT_TOKENS as SPLIT
 from qerl.kernels.numerics import e4m3_values, product, rounded
+from qerl.kernels.nvrtc import multiprocessors
 from qerl.kernels.overlap import announce, overlapping, overlaps, start_next, wait, wait_for_previous
 
 AT_ONCE = 16
@@ -58,16 +61,17 @@ def paged_attention(
     group = heads // kv_heads
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     num_splits = -(-page_table.shape[1] * page_size // SPLIT)
+    turns = turns_of(b * kv_heads * num_splits, q.device)
     out = torch.empty(b, heads, d, dtype=q.dtype, device=q.device)
     sums = torch.empty(b, heads, num_splits, d, dtype=torch.float32, device=q.device)
     largest, weights = torch.empty(2, b, heads, num_splits, dtype=torch.float32, device=q.device)
     sizes: Any = {"D": d, "SPLIT": SPLIT}
     more_sizes: Any = {"GROUP": group, "ROWS": rows, "KV_HEADS": kv_heads, "PAGE": page_size, "num_warps": 4}
-    more_sizes["CODED"] = scales is not None
+    more_sizes |= {"CODED": scales is not None, "TURNS": turns, "num_stages": 2}
     join_sizes: Any = {"AT_ONCE": AT_ONCE, "num_warps": 2}
     overlap: Any = overlaps(q.device)
     with torch.cuda.device_of(q):
-        _split_kernel[(num_splits, kv_heads, b)](
+        _split_kernel[(-(-num_splits // turns), kv_heads, b)](
             q,
             pages[0],
             pages[1],
@@ -96,6 +100,11 @@ def paged_attention(
     return out
 
 
+def turns_of(splits: int, device: torch.device) -> int:
+    """Splits that a program takes one after the other, where there are so many in all; as measured on an H200."""
+    return 2 if device.type == "cuda" and splits >= 4 * multiprocessors(device) else 1
+
+
 @overlapping
 @triton.jit(do_not_specialize=["num_splits"])
 def _split_kernel(
@@ -121,37 +130,73 @@ def _split_kernel(
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
     SPLIT: tl.constexpr,
+    TURNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     start_next(OVERLAP)
-    split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, kv_head, sequence = tl.program_id(0) * TURNS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
-    start = split * SPLIT
-    if start >= length:
+    if first * SPLIT >= length:
         return
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, D)
-    token = start + tl.arange(0, SPLIT)
-    is_token, is_new = token < length, token == length - 1
-    is_old = token < length - 1
-    page = tl.load(table_ptr + sequence * table_stride + token // PAGE, mask=is_token, other=0)
-    at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
-    at = at[:, None] + column[None, :]
-    scale_at = (page * KV_HEADS + kv_head) * PAGE + token % PAGE
-    keys = tl.load(keys_ptr + at, mask=is_old[:, None], other=0)
-    values = tl.load(values_ptr + at, mask=is_old[:, None], other=0)
-    key_scales = tl.load(key_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
-    value_scales = tl.load(value_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
-    wait(OVERLAP)
-    if start + SPLIT >= length:
-        keys = tl.where(is_new[:, None], tl.load(keys_ptr + at, mask=is_new[:, None], other=0), keys)
-        values = tl.where(is_new[:, None], tl.load(values_ptr + at, mask=is_new[:, None], other=0), values)
-        if CODED:
-            key_scales = tl.where(is_new, tl.load(key_scales_ptr + scale_at, mask=is_new, other=0.0), key_scales)
-            value_scales = tl.where(is_new, tl.load(value_scales_ptr + scale_at, mask=is_new, other=0.0), value_scales)
-    head = kv_head * GROUP + row
     is_head = row < GROUP
-    q = tl.load(q_ptr + sequence * q_stride + head[:, None] * D + column[None, :], mask=is_head[:, None], other=0.0)
+    head = kv_head * GROUP + row
+    to = sequence * (KV_HEADS * GROUP) + head
+    q_ptr += sequence * q_stride + head[:, None] * D + tl.arange(0, D)[None, :]
+    table_ptr += sequence * table_stride
+    if TURNS == 1:
+        token, at, scale_at = _rows(first, table_ptr, length, kv_head, KV_HEADS, D, PAGE, SPLIT)
+        is_old, is_new = token < length - 1, token == length - 1
+        keys = tl.load(keys_ptr + at, mask=is_old[:, None], other=0)
+        values = tl.load(values_ptr + at, mask=is_old[:, None], other=0)
+        key_scales = tl.load(key_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
+        value_scales = tl.load(value_scales_ptr + scale_at, mask=is_old & CODED, other=0.0)
+        wait(OVERLAP)
+        if (first + 1) * SPLIT >= length:
+            keys = tl.where(is_new[:, None], tl.load(keys_ptr + at, mask=is_new[:, None], other=0), keys)
+            values = tl.where(is_new[:, None], tl.load(values_ptr + at, mask=is_new[:, None], other=0), values)
+            if CODED:
+                key_scales = tl.where(is_new, tl.load(key_scales_ptr + scale_at, mask=is_new, other=0.0), key_scales)
+                new = tl.load(value_scales_ptr + scale_at, mask=is_new, other=0.0)
+                value_scales = tl.where(is_new, new, value_scales)
+        q = tl.load(q_ptr, mask=is_head[:, None], other=0.0)
+        result = _attend(q, keys, values, key_scales, value_scales, token < length, scale, CODED)
+        _keep(result, out_ptr, sums_ptr, largest_ptr, weights_ptr, to, is_head, first, num_splits, length, D, SPLIT)
+    else:
+        wait(OVERLAP)
+        q = tl.load(q_ptr, mask=is_head[:, None], other=0.0)
+        for split in range(first, tl.minimum(first + TURNS, tl.cdiv(length, SPLIT))):
+            token, at, scale_at = _rows(split, table_ptr, length, kv_head, KV_HEADS, D, PAGE, SPLIT)
+            is_token = token < length
+            keys = tl.load(keys_ptr + at, mask=is_token[:, None], other=0)
+            values = tl.load(values_ptr + at, mask=is_token[:, None], other=0)
+            key_scales = tl.load(key_scales_ptr + scale_at, mask=is_token & CODED, other=0.0)
+            value_scales = tl.load(value_scales_ptr + scale_at, mask=is_token & CODED, other=0.0)
+            result = _attend(q, keys, values, key_scales, value_scales, is_token, scale, CODED)
+            _keep(result, out_ptr, sums_ptr, largest_ptr, weights_ptr, to, is_head, split, num_splits, length, D, SPLIT)
+
+
+@triton.jit
+def _rows(
+    split,
+    table_ptr,
+    length,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """A split's tokens, and where each one's key or value is, and that one's scale."""
+    token = split * SPLIT + tl.arange(0, SPLIT)
+    page = tl.load(table_ptr + token // PAGE, mask=token < length, other=0)
+    at = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * D
+    return token, at[:, None] + tl.arange(0, D)[None, :], (page * KV_HEADS + kv_head) * PAGE + token % PAGE
+
+
+@triton.jit
+def _attend(q, keys, values, key_scales, value_scales, is_token, scale, CODED: tl.constexpr):
+    """a, m and l of a split, for each row of q."""
     if CODED:
         keys, values = e4m3_values(keys).to(q.dtype), e4m3_values(values).to(q.dtype)
     scores = product(q, tl.trans(keys)) * scale
@@ -163,16 +208,35 @@ def _split_kernel(
     weights = tl.sum(weight, 1)
     if CODED:
         weight *= value_scales[None, :]
-    sums = product(rounded(weight, values.dtype), values)
-    to = sequence * (KV_HEADS * GROUP) + head
+    return product(rounded(weight, values.dtype), values), largest, weights
+
+
+@triton.jit
+def _keep(
+    result,
+    out_ptr,
+    sums_ptr,
+    largest_ptr,
+    weights_ptr,
+    to,
+    is_head,
+    split,
+    num_splits,
+    length,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Stores a split's result for the sum of all; the only one's is y."""
+    sums, largest, weights = result
+    column = tl.arange(0, D)[None, :]
     if length <= SPLIT:
         y = rounded(sums / tl.expand_dims(weights, 1), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + to[:, None] * D + column[None, :], y, mask=is_head[:, None])
+        tl.store(out_ptr + to[:, None] * D + column, y, mask=is_head[:, None])
     else:
-        to = to * num_splits + split
-        tl.store(largest_ptr + to, largest, mask=is_head)
-        tl.store(weights_ptr + to, weights, mask=is_head)
-        tl.store(sums_ptr + to[:, None] * D + column[None, :], sums, mask=is_head[:, None])
+        at = to * num_splits + split
+        tl.store(largest_ptr + at, largest, mask=is_head)
+        tl.store(weights_ptr + at, weights, mask=is_head)
+        tl.store(sums_ptr + at[:, None] * D + column, sums, mask=is_head[:, None])
 
 
 @overlapping

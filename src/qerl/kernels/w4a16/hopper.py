@@ -60,11 +60,10 @@ class Variant(NamedTuple):
         """Steps in the ring."""
         return (_SHARED_MEMORY // self.blocks - _RESERVED) // self.stage_bytes
 
-    def defines(self, slices: int, scale_format: ScaleFormat) -> dict[str, int]:
-        """Of hopper.cu."""
+    def defines(self, slices: int, other: prepare.Shape, scale_format: ScaleFormat) -> dict[str, int]:
+        """Of hopper.cu. other: prepare.cu's blocks for the same product."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
-        other = prepare.shape_of(self.tokens, slices)
-        if not other.beside:
+        if not other.beside or self.panels > 1:
             other = prepare.TILES_ALONE
         first, registers, words = self._registers(other.threads * other.registers)
         return {
@@ -155,7 +154,7 @@ def w4a16_hopper(
     chunks = plan.steps * _STEP_CHUNKS
     try:
         plan.prepare.launch(
-            (launch.prepare_blocks, 1, 1), prepare.shape_of(plan.variant.tokens, slices).threads, 0,
+            (launch.prepare_blocks, 1, 1), plan.shape.threads, 0,
             (
                 x, tiles, a, scaling, u, m, k, chunks, plan.chunks * TILE_COLUMNS, plan.parts, launch.tile_blocks,
                 launch.pieces, x_ready,
@@ -196,10 +195,10 @@ class _Launch(NamedTuple):
         v = plan.variant
         token_tiles = -(-m // v.tokens)
         x_bytes = token_tiles * plan.steps * _STEP_CHUNKS * v.tokens * TILE_COLUMNS * 2
-        tile_blocks = -(-x_bytes // (16 * prepare.shape_of(v.tokens, plan.slices).threads * prepare.TURNS))
+        tile_blocks = -(-x_bytes // (16 * plan.shape.threads * prepare.TURNS))
         # Large x needs the bandwidth of many blocks; of a small one, the product should not wait for them to start.
         tile_blocks = min(tile_blocks, plan.multiprocessors * (1 if x_bytes < 1 << 22 else 8))
-        tile_blocks = _round_up(tile_blocks, prepare.CLUSTER)
+        tile_blocks = _round_up(tile_blocks, plan.shape.cluster)
         tiles = -(-plan.supertiles // v.panels) * token_tiles
         most = plan.multiprocessors * v.blocks
         shared_tiles = sharers = 0
@@ -215,7 +214,7 @@ class _Launch(NamedTuple):
             token_tiles,
             x_bytes // 16,
             tile_blocks,
-            tile_blocks + prepare.adapter_blocks(m, v.tokens, plan.parts * plan.slices),
+            tile_blocks + plan.shape.blocks(m, plan.parts * plan.slices),
             shared_tiles,
             sharers,
             blocks,
@@ -230,6 +229,7 @@ class _Plan(NamedTuple):
 
     variant: Variant
     slices: int
+    shape: prepare.Shape
     product: Kernel
     prepare: Kernel
     tiles: int
@@ -248,12 +248,13 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
     device = weight.device
     supertiles, chunks, _ = weight.tiles.shape
     v = asked or choose(m, supertiles, chunks, multiprocessors(device))
-    defines = v.defines(slices, weight.scale_format)
+    shape = prepare.shape_of(m, v.tokens, slices, weight.columns)
     plan = _Plan(
         v,
         slices,
-        kernel(SOURCE, "w4a16_hopper", defines, device, cluster=v.cluster),
-        prepare.prepare_kernel(v.tokens, slices, device),
+        shape,
+        kernel(SOURCE, "w4a16_hopper", v.defines(slices, shape, weight.scale_format), device, cluster=v.cluster),
+        prepare.prepare_kernel(shape, v.tokens, slices, device),
         weight.tiles.data_ptr(),
         weight.global_scale.data_ptr(),
         weight.tile_table,

@@ -37,6 +37,7 @@ from qerl.kernels.w4a16 import prepare
 
 SOURCE = Path(__file__).with_name("portable.cu")
 _ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
+_LONG = 8192  # rows, or columns, above which a weight is large
 _RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
 
@@ -86,6 +87,8 @@ class Variant(NamedTuple):
 # Up to 8 tokens. Narrow tiles give a small weight enough blocks without sharing any: few latencies behind one another.
 # Where registers are limited, two blocks leave room for one of prepare.cu, which computes an adapter's u beside them.
 _NARROW = Variant(tokens=8, warps_m=1, warps_k=8, slices=2, depth=4, chunks=1, stages=1, blocks=2, registers=112)
+_NARROWEST = _NARROW._replace(slices=1, blocks=3, registers=80)
+_NARROW_LONG = _NARROW._replace(warps_k=16, depth=2, blocks=1, registers=104)
 _WIDE = Variant(tokens=8, warps_m=4, warps_k=2, slices=2, depth=4, chunks=1, stages=1, blocks=2, resident=True)
 _WIDE_BESIDE = _WIDE._replace(depth=3, registers=104)
 _WIDE_PASSING = Variant(tokens=8, warps_m=4, warps_k=4, slices=2, depth=4, chunks=1, stages=1, blocks=1)
@@ -94,7 +97,7 @@ _MORE_TOKENS = (
     Variant(tokens=32, warps_m=4, warps_k=1, slices=2, depth=2, chunks=2, stages=3, blocks=3),
     Variant(tokens=64, warps_m=4, warps_k=1, slices=2, depth=2, chunks=1, stages=3, blocks=2),
 )
-VARIANTS = (_NARROW, _WIDE, _WIDE_BESIDE, _WIDE_PASSING, *_MORE_TOKENS)
+VARIANTS = (_NARROW, _NARROWEST, _NARROW_LONG, _WIDE, _WIDE_BESIDE, _WIDE_PASSING, *_MORE_TOKENS)
 
 
 class Shares(NamedTuple):
@@ -123,8 +126,10 @@ def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int,
     """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
-    if max(rows, columns) <= 8192:
-        return _NARROW
+    if max(rows, columns) <= _LONG:
+        return next((v for v in (_NARROWEST,) if rows // v.rows <= v.blocks * processors), _NARROW)
+    if columns > _LONG and rows // _NARROW_LONG.rows <= processors:
+        return _NARROW_LONG
     v = _WIDE_BESIDE if adapter else _WIDE
     steps = Shares.of(v, m, rows, columns, processors).most
     fits = v.blocks * (v.shared_bytes(steps) + _RESERVED) <= shared_memory and steps <= _MAX_PIECES * v.piece_steps

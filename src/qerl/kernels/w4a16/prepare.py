@@ -23,8 +23,7 @@ from qerl.kernels.nvrtc import Kernel, kernel
 SOURCE = Path(__file__).with_name("prepare.cu")
 TURNS = 4
 """16-byte pieces of x's tiles that a thread writes at a time."""
-CLUSTER = 8
-"""Blocks of a cluster, which split K of u; a launch has a multiple of it."""
+_LONG = 8192  # columns above which clusters for many tokens are larger
 
 
 class Shape(NamedTuple):
@@ -43,19 +42,47 @@ class Shape(NamedTuple):
     """The product may start when this kernel does, and not only when x's tiles are there."""
     beside: bool
     """The product's blocks leave registers for a block of these on each multiprocessor: both run side by side."""
+    cluster: int = 8
+    """Blocks of a cluster, which split K of u; a launch has a multiple of it."""
+
+    def blocks(self, m: int, slices: int) -> int:
+        """That compute u of m tokens; slices: of all parts."""
+        return slices * -(-m // self.batch) * self.cluster
+
+    def defines(self, tokens: int, slices: int) -> dict[str, int]:
+        """Of prepare.cu, for tiles of so many tokens and an adapter of so many slices."""
+        return {
+            "TOKENS": tokens,
+            "SLICES": slices,
+            "TURNS": TURNS,
+            "CLUSTER": self.cluster,
+            "THREADS": self.threads,
+            "REGISTERS": self.registers,
+            "BATCH": self.batch,
+            "UNITS": self.units,
+            "AHEAD": self.ahead,
+            "AT_ONCE": int(self.at_once),
+        }
 
 
 TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, beside=True)
 """Without an adapter."""
 _FEW = Shape(threads=128, registers=48, batch=8, units=1, ahead=3, at_once=True, beside=True)
 _SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, beside=False)
-_MANY = Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
+_MANY = Shape(threads=256, registers=64, batch=16, units=1, ahead=2, at_once=True, beside=True)
+_MORE = Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=False, beside=True)
 _WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME, 128: _MANY}
 
 
-def shape_of(tokens: int, slices: int) -> Shape:
-    """For tiles of so many tokens, and an adapter of so many slices of 16 ranks (0: none); as measured on an H200."""
-    return _WITH_ADAPTER[tokens] if slices else TILES_ALONE
+def shape_of(m: int, tokens: int, slices: int, columns: int) -> Shape:
+    """For m tokens in tiles of so many, an adapter of so many slices of 16 ranks (0: none), and so many columns of K.
+
+    As measured on an H200.
+    """
+    if not slices:
+        return TILES_ALONE
+    shape = _MORE if m > 128 else _WITH_ADAPTER[tokens]
+    return shape._replace(cluster=16) if tokens >= 64 and columns > _LONG else shape
 
 
 def adapter_input(
@@ -68,10 +95,12 @@ def adapter_input(
     """
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
-    u = torch.empty(-(-m // tokens), parts, rank // SLICE, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
-    prepare_kernel(tokens, rank // SLICE, x.device).launch(
-        (adapter_blocks(m, tokens, parts * rank // SLICE), 1, 1),
-        shape_of(tokens, rank // SLICE).threads,
+    slices = rank // SLICE
+    shape = shape_of(m, tokens, slices, k)
+    u = torch.empty(-(-m // tokens), parts, slices, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
+    prepare_kernel(shape, tokens, slices, x.device).launch(
+        (shape.blocks(m, parts * slices), 1, 1),
+        shape.threads,
         0,
         (x, 0, adapter.a, adapter.scaling, u, m, k, 0, padded_k, parts, 0, 0, 0 if x_ready is None else x_ready),
         overlap=True,
@@ -84,28 +113,6 @@ def x_ready_of(counters: Int32[Tensor, " counters"]) -> Int32[Tensor, " two"]:
     return counters[-2:]
 
 
-def prepare_kernel(tokens: int, slices: int, device: torch.device) -> Kernel:
+def prepare_kernel(shape: Shape, tokens: int, slices: int, device: torch.device) -> Kernel:
     """For tiles of so many tokens, and an adapter of so many slices of 16 ranks (0: none)."""
-    return kernel(SOURCE, "w4a16_prepare", defines(tokens, slices), device, cluster=CLUSTER)
-
-
-def defines(tokens: int, slices: int) -> dict[str, int]:
-    """Of prepare.cu."""
-    threads, registers, batch, units, ahead, at_once, _ = shape_of(tokens, slices)
-    return {
-        "TOKENS": tokens,
-        "SLICES": slices,
-        "TURNS": TURNS,
-        "CLUSTER": CLUSTER,
-        "THREADS": threads,
-        "REGISTERS": registers,
-        "BATCH": batch,
-        "UNITS": units,
-        "AHEAD": ahead,
-        "AT_ONCE": int(at_once),
-    }
-
-
-def adapter_blocks(m: int, tokens: int, slices: int) -> int:
-    """That compute u of m tokens in tiles of so many; slices: of all parts."""
-    return slices * -(-m // shape_of(tokens, slices).batch) * CLUSTER
+    return kernel(SOURCE, "w4a16_prepare", shape.defines(tokens, slices), device, cluster=shape.cluster)
