@@ -82,7 +82,7 @@ def shape_of(m: int, tokens: int, slices: int, columns: int) -> Shape:
     if not slices:
         return TILES_ALONE
     shape = _MORE if m > 128 else _WITH_ADAPTER[tokens]
-    return shape._replace(cluster=16) if tokens >= 64 and columns > _LONG else shape
+    return shape._replace(cluster=16) if tokens == 128 and columns > _LONG else shape
 
 
 def adapter_input(
