@@ -65,18 +65,18 @@ class Rate:
 RATES = (
     Rate(
         "NVIDIA H200", 4.2e12, hidden=3584, intermediate=18944, layers=28, kv_width=512,
-        decode={1: 2.3039, 8: 2.5842, 32: 3.4602, 64: 4.555, 128: 6.5222, 256: 12.0185},
-        prefill=40198, forward=27.7, update=67.9, recomputing=98.2,
+        decode={1: 2.2082, 8: 2.4505, 32: 3.4828, 64: 4.4609, 128: 6.066, 256: 11.2758},
+        prefill=42671, forward=27.7, update=67.9, recomputing=98.2,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=13824, layers=48, kv_width=1024,
         decode={1: 4.1481, 8: 4.7488, 32: 6.8027, 64: 9.1035, 128: 14.3998, 256: 26.7096},
-        prefill=21416, forward=54.9, update=137.2, recomputing=190.7,
+        prefill=21416, forward=54.9, update=123.9, recomputing=190.7,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=27648, layers=64, kv_width=1024,
-        decode={1: 7.3382, 8: 8.2264, 32: 11.769, 64: 15.4945, 128: 25.167, 256: 46.8996},
-        prefill=9626, forward=117.9, update=284.5, recomputing=373.1,
+        decode={1: 7.2962, 8: 8.2479, 32: 11.769, 64: 14.9902, 128: 23.5961, 256: 46.8996},
+        prefill=9463, forward=117.9, update=284.5, recomputing=373.1,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=8192, intermediate=29568, layers=80, kv_width=1024,
