@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl.config import ModelConfig, RolloutConfig
 from qerl.engine import Engine, Progress, build_engine
-from qerl.nn.load import eos_token_ids, load_model
-from qerl.nn.lora import attach_saved_adapter
+from qerl.nn.load import eos_token_ids, load_model, open_base
+from qerl.nn.lora import attach_saved_adapter, check_saved_adapter
 from qerl.philox import fold
 from qerl.tasks.chat import decode, encode_prompt
 from qerl.types import Example, Request, SamplingParams
@@ -34,7 +34,9 @@ class Policy:
 
 
 def load_policy(config: ModelConfig, adapter: Path | None = None, progress: Progress | None = None) -> Policy:
-    """Load a model and put a saved adapter on it; ValueError names what is missing or does not fit."""
+    """Load a model and put a saved adapter on it; ValueError, before it loads, names what is missing or does not fit."""
+    if adapter is not None:
+        check_saved_adapter(open_base(config).model, adapter)
     model, tokenizer = load_model(config, progress=progress)
     eos_ids = eos_token_ids(model)
     return Policy(model if adapter is None else attach_saved_adapter(model, adapter), tokenizer, eos_ids)

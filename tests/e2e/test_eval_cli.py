@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -154,6 +156,24 @@ def test_what_was_measured_is_printed_before_a_comparison_fails(measured):
     )
     assert "different problems" in str(result.exception)
     assert re.search(r"^greedy +\d", result.output, re.MULTILINE)
+
+
+def of_another_model(adapter: Path, folder: Path) -> Path:
+    """The same adapter, but for one factor's width."""
+    shutil.copytree(adapter, folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("q_proj.lora_A.weight"))
+    save_file(tensors | {name: tensors[name][:, :-16].contiguous()}, file)
+    return folder
+
+
+def test_an_adapter_of_another_model_is_refused_before_that_is_loaded(tmp_path, adapters, monkeypatch):
+    monkeypatch.setattr("qerl.generate.load_model", None)
+    other = str(of_another_model(adapters["untrained"], tmp_path / "other"))
+    for command in (["eval", "--adapter"], ["eval", "--compare"], ["generate", "--adapter"]):
+        result = CliRunner().invoke(app, [command[0], "embedded", *command[1:], other])
+        assert "is it of another model" in str(result.exception)
 
 
 def test_what_cannot_be_compared_is_told_before_anything_is_measured(tmp_path, adapters):

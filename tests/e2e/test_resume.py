@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 # Noise, two epochs over a small file, several updates per rollout, accumulation over micro-batches, trained norms.
 SETTINGS = [
@@ -142,6 +143,11 @@ def test_a_run_can_start_from_an_adapter(unbroken, data, tmp_path):
     assert begun.keys() == ended.keys() and all(abs(begun[n] - ended[n]).max() < 1e-6 for n in begun)
     output = finish(start(tmp_path / "other", data, *options, "lora.r=8", "lora.train_norms=false"), code=2)
     assert f"lora.start_from: {adapter} was made with other settings: set lora.r=4 lora.train_norms=true" in output
+    of_another_model = shutil.copytree(adapter, tmp_path / "adapter")
+    name = min(begun)
+    save_file(begun | {name: begun[name][..., :-8].contiguous()}, of_another_model / "adapter_model.safetensors")
+    output = finish(start(tmp_path / "third", data, *options, f"lora.start_from={of_another_model}"), code=2)
+    assert f"does not fit: {name}" in output and "loading the model" not in output
 
 
 def test_other_problems_are_refused_on_resume(unbroken, data):

@@ -27,6 +27,8 @@ from qerl.evaluate.sampling import GRADINGS, Evaluation, Grading, compare, grade
 from qerl.evaluate.show import LEGEND, print_differences, print_evaluations, show_progress
 from qerl.evaluate.statistics import Difference
 from qerl.generate import load_policy
+from qerl.nn.load import open_base
+from qerl.nn.lora import check_saved_adapter
 from qerl.tasks import Task, load_task
 from qerl.types import Example, SamplingParams
 
@@ -220,6 +222,8 @@ def _check_second(settings: Settings) -> None:
             f"--compare {path}: neither an adapter's folder nor a model's (there is no adapter_config.json or "
             "config.json), nor a .parquet file of an evaluation" + (f"; did you mean {inside}?" if found else "")
         )
+    elif (path / "adapter_config.json").is_file():
+        check_saved_adapter(open_base(settings.model).model, path)
 
 
 def _second(settings: Settings, task: Task) -> Measured | None:

@@ -46,6 +46,7 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -61,6 +62,7 @@ from qerl.nn.rmsnorm import RMSNorm
 from qerl.nn.structure import causal_lm, decoder_layers
 from qerl.noise import SITE_NAMES
 
+_WEIGHTS = "adapter_model.safetensors"  # PEFT's name for it
 _KEY_DOMAIN = 0x4C6F5241  # "LoRA": initialisation shares no key with noise or sampling
 
 
@@ -274,6 +276,11 @@ def check_start(folder: Path, lora: LoraConfig) -> None:
         raise ValueError(f"lora.start_from: {folder} was made with other settings: set {fix}")
 
 
+def check_saved_adapter(model: nn.Module, folder: Path) -> None:
+    """ValueError as `attach_saved_adapter` has it. `model` may be on the meta device, and stays as it is."""
+    _match(_attach(copy.deepcopy(causal_lm(model)), _saved_config(folder), on_meta=True), folder)
+
+
 def _saved_config(folder: Path) -> peft.LoraConfig:
     if not (folder / "adapter_config.json").is_file():
         inside = sorted(folder.glob("checkpoints/*/adapter")) or sorted(folder.glob("adapter"))  # a run's own folder
@@ -288,17 +295,29 @@ def _saved_config(folder: Path) -> peft.LoraConfig:
 
 def _matched_weights(model: PeftModel, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a saved adapter and of the attached one, by name; ValueError unless names and shapes agree."""
-    path = folder / "adapter_model.safetensors"
+    present = _match(model, folder)
+    return load_file(folder / _WEIGHTS), present
+
+
+def _match(model: PeftModel, folder: Path) -> dict[str, Tensor]:
+    """The attached adapter's tensors, by name; ValueError unless a saved one has the same names and shapes."""
+    path = folder / _WEIGHTS
     if not path.exists():
         raise ValueError(f"no adapter in {folder}: {path.name} is missing")
-    saved, present = load_file(path), peft.get_peft_model_state_dict(model)
-    for name in sorted(saved.keys() | present.keys()):
-        here, there = (tuple(part[name].shape) if name in part else "nothing" for part in (present, saved))
+    present = peft.get_peft_model_state_dict(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): get it again") from error
+    for name in sorted(shapes.keys() | present.keys()):
+        here, there = tuple(present[name].shape) if name in present else "nothing", shapes.get(name, "nothing")
         if here != there:
             raise ValueError(
-                f"{path} does not fit: {name} is {there} in the file and {here} in the model; check [lora]"
+                f"{path} does not fit: {name} is {there} in the file and {here} in the model; is it of another model, "
+                "or of other settings in [lora]?"
             )
-    return saved, present
+    return present
 
 
 def _attach(model: nn.Module, config: peft.LoraConfig, *, on_meta: bool = False) -> PeftModel:

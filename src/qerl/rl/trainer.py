@@ -37,8 +37,8 @@ from qerl.engine.mapped import mapped_bytes
 from qerl.evaluate import Grading, evaluate
 from qerl.evaluate.show import show_progress
 from qerl.metrics import CONSTANT_STEPS, constant_since
-from qerl.nn.load import eos_token_ids, load_model, resolve_device
-from qerl.nn.lora import attach_lora, check_start, load_adapter_weights
+from qerl.nn.load import eos_token_ids, load_model, open_base, resolve_device
+from qerl.nn.lora import attach_lora, check_saved_adapter, check_start, load_adapter_weights
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, build_controller, relative_noise
@@ -108,6 +108,8 @@ class Trainer:
         start = Path(config.lora.start_from) if config.lora.start_from is not None and checkpoint is None else None
         if start is not None:
             check_start(start, config.lora)
+            if load is None:
+                check_saved_adapter(open_base(config.model).model, start)
         check_engine(config.rollout, config.model, training=True)
         check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)

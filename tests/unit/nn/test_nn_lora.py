@@ -324,6 +324,10 @@ def test_weights_of_another_adapter_are_refused(tmp_path, options):
         load_adapter_weights(adapted_model(**options), tmp_path)
     with pytest.raises(ValueError, match="no adapter"):
         load_adapter_weights(adapted_model(), tmp_path / "nowhere")
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged"):
+        load_adapter_weights(adapted_model(), tmp_path)
 
 
 @pytest.mark.parametrize("train_norms", [False, True])
