@@ -34,7 +34,7 @@ class Policy:
 
 
 def load_policy(config: ModelConfig, adapter: Path | None = None, progress: Progress | None = None) -> Policy:
-    """Load a model and put a saved adapter on it; ValueError, before it loads, names what is missing or does not fit."""
+    """Load a model and put a saved adapter on it; ValueError, before that, names what is missing or does not fit."""
     if adapter is not None:
         check_saved_adapter(open_base(config).model, adapter)
     model, tokenizer = load_model(config, progress=progress)

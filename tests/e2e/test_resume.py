@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,8 @@ def test_ctrl_c_saves_and_leaves(number, unbroken, data, tmp_path):
 def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
     output = finish(start(unbroken, data, "--resume", "optimizer.learning_rate=2e-3"), code=2)
     assert "optimizer.learning_rate: 0.001 in the checkpoint, 0.002 now" in output
+    (begin_from,) = re.findall(r"lora\.start_from=(\S+) begins it", output)
+    assert (Path(begin_from) / "adapter_config.json").is_file()
 
 
 def test_a_run_can_start_from_an_adapter(unbroken, data, tmp_path):

@@ -160,7 +160,8 @@ def check_same_run(state: dict[str, Any], config: RunConfig, folder: Path) -> No
         raise ValueError(
             f"{folder} was made with other settings:\n"
             + "\n".join(lines)
-            + "\nUse the same ones, or start anew in another output_dir."
+            + "\nUse the same ones, or start anew in another output_dir; "
+            + f"lora.start_from={folder / 'adapter'} begins it from what was learned so far."
         )
 
 
