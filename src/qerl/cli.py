@@ -96,14 +96,21 @@ def train(
     model_folder(settings.model.path)  # before what takes seconds to import
     from qerl.display import Display
     from qerl.report.plot import plot_run
+    from qerl.rl.checkpoint import list_checkpoints
     from qerl.rl.trainer import Interrupted, RunFailed, Trainer
 
+    go_on = f"Go on with: {shlex.join(['qerl', *sys.argv[1:], *([] if resume else ['--resume'])])}"
     title = f"{settings.output_dir} · {settings.task.name} · {Path(settings.model.path).name}"
     display = Display(settings.steps, title=title, quiet=quiet)
     try:
         Trainer(settings, resume=resume, display=display).train()
     except Interrupted as stop:
-        print(f"{stop}\nGo on with: {shlex.join(['qerl', *sys.argv[1:], *([] if resume else ['--resume'])])}")
+        print(f"{stop}\n{go_on}")
+        raise typer.Exit(130) from None
+    except KeyboardInterrupt:  # before the first step, or the second of two
+        saved = list_checkpoints(Path(settings.output_dir))
+        kept = f"what was done since {saved[-1]} is lost\n{go_on}" if saved else "nothing is saved"
+        print(f"stopped at once: {kept}", file=sys.stderr)
         raise typer.Exit(130) from None
     except RunFailed as failure:
         print(f"qerl: {failure}", file=sys.stderr)

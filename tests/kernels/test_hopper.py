@@ -41,7 +41,8 @@ def emulate(monkeypatch):
         counters = torch.zeros(4096, dtype=torch.int32)
         monkeypatch.setattr(hopper, "kernel", kernel)
         monkeypatch.setattr(prepare, "kernel", kernel)
-        monkeypatch.setattr(hopper, "multiprocessors", lambda _: multiprocessors)
+        for module in (hopper, prepare):
+            monkeypatch.setattr(module, "multiprocessors", lambda _: multiprocessors)
         monkeypatch.setattr(hopper, "stream_counters", lambda _: counters)
         monkeypatch.setattr(hopper, "_shared", lambda waves, chunks: waves)  # so that small products share, too
         return counters
@@ -163,17 +164,18 @@ def test_adapter_input(emulate, tokens, m):
 
 def test_a_long_k_is_dealt_to_more_blocks(emulate, monkeypatch):
     monkeypatch.setattr(prepare, "_LONG", 512)
-    emulate(2)
-    for m in (70, 130):
+    monkeypatch.setattr(prepare, "_LARGE_CLUSTERS_FROM", 3)
+    for m, multiprocessors, cluster in ((70, 3, 16), (130, 3, 16), (130, 2, 8)):
+        emulate(multiprocessors)
         weight, x = random_weight((40, 300), 528), whole(m, 528, seed=m).bfloat16()
         adapter = random_adapter(weight, 20)
-        assert prepare.shape_of(m, 128, 2, 528).cluster == 16
+        assert prepare.shape_of(m, 128, 2, 528, multiprocessors).cluster == cluster
         check(w4a16_hopper(x, weight, None, adapter), x, weight, None, adapter)
 
 
 def test_many_tokens_with_large_blocks_before_the_product(emulate, monkeypatch):
     """What prepare.py's blocks are like is a choice by the clock alone."""
-    other = prepare.Shape(threads=256, registers=128, batch=32, units=2, ahead=2, at_once=False, beside=False)
+    other = prepare.Shape(threads=256, registers=128, batch=32, ahead=2, at_once=False, beside=False)
     monkeypatch.setattr(prepare, "_MORE", other)
     emulate(2)
     weight, x = random_weight((40, 300), 528), whole(130, 528).bfloat16()
@@ -221,7 +223,7 @@ def test_every_step_is_done_once(variant):
             steps=k_steps,
             chunks=1 << 20,  # so many that sharing pays wherever it can
             slices=slices,
-            shape=prepare.shape_of(variant.tokens, variant.tokens, slices, 1024),
+            shape=prepare.shape_of(variant.tokens, variant.tokens, slices, 1024, multiprocessors),
             supertiles=supertiles,
             multiprocessors=multiprocessors,
             parts=1,

@@ -45,16 +45,40 @@ SHAPES = [((128,), 64), ((96,), 80), ((300, 16), 144), ((8, 136, 128), 528), ((2
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 100])
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 150])
 def test_product(emulate, m, multiprocessors):
-    """Every variant, whole and ragged tiles of tokens, rows and columns, and shares that end anywhere."""
+    """Small weights, whole and ragged tiles of tokens, rows and columns, and shares that end anywhere."""
     for i, (rows, k) in enumerate(SHAPES if m <= 64 else SHAPES[2:3]):
-        shared_memory = (40 if m == 7 else 227) << 10  # x of up to 8 tokens stays there, or goes to registers
-        counters = emulate(multiprocessors, backwards=(i + m) % 2 == 0, shared_memory=shared_memory)
+        counters = emulate(multiprocessors, backwards=(i + m) % 2 == 0)
         weight, x = random_weight(rows, k), whole(m, k, seed=m).bfloat16()
         bias = draw(sum(rows), seed=3).bfloat16() if i != 1 else None
         adapter = random_adapter(weight, rank=(4, 40)[i % 2]) if i != 2 else None
         y = w4a16_portable(x, weight, bias, adapter)
         check(y, x, weight, bias, adapter)
         assert not counters.any()
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+@pytest.mark.parametrize("variant", [v for v in portable.VARIANTS if v.tokens == 8], ids=str)
+def test_every_variant_for_few_tokens(emulate, variant, multiprocessors):
+    for m, (rows, k) in ((1, SHAPES[2]), (7, SHAPES[3]), (8, SHAPES[4])):
+        counters = emulate(multiprocessors, backwards=m == 7)
+        weight, x = random_weight(rows, k), whole(m, k, seed=m).bfloat16()
+        adapter = random_adapter(weight, rank=20) if m > 1 else None
+        check(w4a16_portable(x, weight, None, adapter, variant), x, weight, None, adapter)
+        assert not counters.any()
+
+
+def test_the_variant_for_few_tokens_is_chosen_by_the_weights_size():
+    """On a chip of 132 multiprocessors: rows and columns of Qwen2.5's products."""
+
+    def of(rows: int, columns: int, *, processors: int = 132, shared_memory: int = 227 << 10) -> Variant:
+        return portable.choose(8, rows, columns, processors, shared_memory)
+
+    assert of(5120, 5120) == of(4608, 3584) == of(896, 4864) == portable._NARROWEST  # o of 14B and 32B, qkv of 7B
+    assert of(7168, 5120) == of(6144, 4096) == portable._NARROW  # qkv of 32B, of Llama 8B
+    assert of(3584, 18944) == portable._NARROW_LONG  # down of 7B
+    assert of(2048, 11008) == of(5120, 13824) == of(55296, 5120) == portable._WIDE  # down of 3B, of 14B; gate+up
+    assert of(55296, 5120, shared_memory=99 << 10) == portable._WIDE_PASSING
+    assert portable.choose(8, 55296, 5120, 132, 227 << 10, adapter=True) == portable._WIDE_BESIDE
 
 
 @pytest.fixture
@@ -67,6 +91,7 @@ def beside(emulate, monkeypatch):
 
     monkeypatch.setattr(portable, "awaits_count", lambda _: True)
     monkeypatch.setattr(prepare, "kernel", emulated)
+    monkeypatch.setattr(prepare, "multiprocessors", lambda _: 132)
     return emulate
 
 
@@ -74,7 +99,7 @@ def beside(emulate, monkeypatch):
 @pytest.mark.parametrize("m", [1, 8])
 def test_an_adapter_beside_the_product(beside, m, multiprocessors):
     """x is waited for by a count, which is taken back: with x that stays, and from registers."""
-    for variant in (portable._WIDE_BESIDE, portable._NARROW):
+    for variant in (portable._WIDE_BESIDE, portable._NARROW, portable._NARROWEST, portable._NARROW_LONG):
         counters = beside(multiprocessors)
         weight, x = random_weight((8, 136, 128), 528), whole(m, 528, seed=m).bfloat16()
         adapter = random_adapter(weight, 20)
@@ -86,7 +111,7 @@ def test_an_adapter_beside_the_product(beside, m, multiprocessors):
 @pytest.mark.parametrize("m", [1, 8])
 def test_x_that_was_announced(beside, m, rank):
     """The product waits for the publishers' counts, and takes them back; what computes u beside it counts nothing."""
-    for variant in (portable._WIDE, portable._NARROW):
+    for variant in (portable._WIDE, portable._NARROW, portable._NARROWEST, portable._NARROW_LONG):
         counters = beside(3)
         weight, x = random_weight((8, 136, 128), 528), whole(m, 528, seed=m).bfloat16()
         adapter = random_adapter(weight, rank) if rank else None

@@ -16,9 +16,12 @@ from qerl.kernels.w4a16 import portable, prepare
 
 def test_the_sources_with_clocks_compile(tmp_path: Path) -> None:
     copies = clocks.instrumented(0x7F00_0000_0000, tmp_path)
-    variants = (portable._NARROW, portable._WIDE, portable._WIDE_BESIDE)
+    variants = [v for v in portable.VARIANTS if v.tokens == 8]
     programs = [(portable.SOURCE, "w4a16", v.defines("e4m3")) for v in variants]
-    programs += [(prepare.SOURCE, "w4a16_prepare", prepare.defines(8, slices)) for slices in (0, 2)]
+    programs += [
+        (prepare.SOURCE, "w4a16_prepare", prepare.shape_of(8, 8, slices, 1024, 132).defines(8, slices))
+        for slices in (0, 2)
+    ]
     for source, name, defines in programs:
         assert nvrtc.compile(copies[source], defines, "sm_90a") != nvrtc.compile(source, defines, "sm_90a")
         assert nvrtc.signature_of(copies[source], name) == nvrtc.signature_of(source, name)

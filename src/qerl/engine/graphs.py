@@ -36,7 +36,7 @@ Step = Callable[[int, int], None]
 
 
 def num_splits(pages: int) -> int:
-    """Programs that decode attention starts for a sequence and key head, with a table so wide."""
+    """Programs that decode attention starts for a sequence and key head, at most, with a table so wide."""
     return -(-pages * PAGE_SIZE // SPLIT_TOKENS)
 
 

@@ -14,7 +14,7 @@ Triton kernels run.
     CUDA, bf16, 16, 32, 64 or 128        paged.py: Triton, every byte of K and V read once
     anything else                        reference.py: copies the pages (8-bit ones: in q's dtype), torch's attention
 
-Called by the engine's decode steps, which have written the new token's key and value before. The Triton kernel reads
+Called by the engine's decode steps, which have written the new token's key and value before. The Triton kernel may read
 page_table, lengths and the rows of all tokens but each sequence's last while kernels before it run: these were written
 before the last kernel that lets nobody start early, and not by it (overlap.py; in a decode step that is the look-up of
 rotary angles). Leaves out prompts (many query tokens a sequence) and sliding windows.
@@ -31,7 +31,7 @@ from qerl.kernels.attention.reference import decode_attention_reference
 
 HEAD_DIMS = (16, 32, 64, 128)
 SPLIT_TOKENS = 128
-"""Tokens that a program of the kernel reads: its float32 result is 6 % of that (7 query heads a key head)."""
+"""Tokens of one result of the kernel, which in float32 is 6 % of their keys and values (7 query heads a key head)."""
 
 
 def has_kernel(dtype: torch.dtype, head_dim: int) -> bool:

@@ -63,6 +63,7 @@ class Variant(NamedTuple):
     def defines(self, slices: int, other: prepare.Shape, scale_format: ScaleFormat) -> dict[str, int]:
         """Of hopper.cu. other: prepare.cu's blocks for the same product."""
         # What blocks of the product leave free is for one of prepare.cu, so that the next product's is ready in time.
+        # Wide blocks have no registers to spare.
         if not other.beside or self.panels > 1:
             other = prepare.TILES_ALONE
         first, registers, words = self._registers(other.threads * other.registers)
@@ -225,7 +226,7 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a weight, a variant and an adapter's rank fix."""
+    """What a weight, a variant, an adapter's rank and whether there is more than one tile of tokens fix."""
 
     variant: Variant
     slices: int
@@ -248,7 +249,7 @@ def _make_plan(weight: PackedWeight, m: int, slices: int, asked: Variant | None)
     device = weight.device
     supertiles, chunks, _ = weight.tiles.shape
     v = asked or choose(m, supertiles, chunks, multiprocessors(device))
-    shape = prepare.shape_of(m, v.tokens, slices, weight.columns)
+    shape = prepare.shape_of(m, v.tokens, slices, weight.columns, multiprocessors(device))
     plan = _Plan(
         v,
         slices,

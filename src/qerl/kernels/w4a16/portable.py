@@ -37,7 +37,7 @@ from qerl.kernels.w4a16 import prepare
 
 SOURCE = Path(__file__).with_name("portable.cu")
 _ADAPTER_THREADS, _MAX_BLOCKS, _MAX_PIECES = 256, 1024, 128  # as in portable.cu
-_LONG = 8192  # rows, or columns, above which a weight is large
+_LARGE = 8192  # rows, or columns, from which on a weight is large
 _RESERVED = 2 * 1024  # shared memory of a block that is the system's, or static
 
 
@@ -126,9 +126,10 @@ def choose(m: int, rows: int, columns: int, processors: int, shared_memory: int,
     """
     if m > 8:
         return next((v for v in _MORE_TOKENS if m <= v.tokens), _MORE_TOKENS[-1])
-    if max(rows, columns) <= _LONG:
-        return next((v for v in (_NARROWEST,) if rows // v.rows <= v.blocks * processors), _NARROW)
-    if columns > _LONG and rows // _NARROW_LONG.rows <= processors:
+    if max(rows, columns) <= _LARGE:
+        room = _NARROWEST.blocks * processors * 7 // 8  # blocks at a time, beside those that compute an adapter's u
+        return _NARROWEST if rows // _NARROWEST.rows <= room else _NARROW
+    if columns > _LARGE and processors // 2 < rows // _NARROW_LONG.rows <= processors:
         return _NARROW_LONG
     v = _WIDE_BESIDE if adapter else _WIDE
     steps = Shares.of(v, m, rows, columns, processors).most

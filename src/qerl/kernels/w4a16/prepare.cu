@@ -12,13 +12,14 @@
 // portable.py has u from here too, without tiles (tile_blocks = 0).
 //
 // Defines: TOKENS, SLICES (0: no adapter), TURNS (16-byte pieces of tiles that a thread writes at a time), CLUSTER (blocks),
-// and what prepare.py has for each number of tokens: THREADS, REGISTERS, BATCH, UNITS, AHEAD, AT_ONCE.
+// and what prepare.py has for each number of tokens: THREADS, REGISTERS, BATCH, AHEAD, AT_ONCE.
 #include "hopper.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr int PIECES = 8 * TOKENS;  // of 16 bytes, of a chunk's tile
 constexpr int ROWS_A_BLOCK = 16 / CLUSTER;  // of A, that a block brings near for its cluster
-constexpr int STEP = 32 * UNITS;            // columns of K: so many 16-byte units of a row a lane
+constexpr int STEP = 32;                    // columns of K: 16 bytes of a row a lane
+static_assert(SLICES == 0 || TOKENS % BATCH == 0, "a batch lies in one tile of u");
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     w4a16_prepare(const bf16* x, uint4* __restrict__ tiles, const bf16* __restrict__ a,
@@ -72,37 +73,32 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         const int slice = job % (parts * SLICES), first_token = job / (parts * SLICES) * BATCH;  // slice: of all parts
         float acc[BATCH / 8][4] = {};
         // K is summed over: its order within a step is free, and lane t takes neighbouring columns.
-        const int first_column = 8 * UNITS * t;
-        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + first_column,
-                   *tokens = x + (size_t)(first_token + g) * k + first_column;
+        const bf16 *rows = a + (size_t)(16 * slice + g) * padded_k + 8 * t,
+                   *tokens = x + (size_t)(first_token + g) * k + 8 * t;
         const int tokens_left = m - first_token - g;
         for (int step = rank * WARPS + warp; STEP * step < padded_k; step += AHEAD * CLUSTER * WARPS) {
-            uint4 upper[AHEAD][UNITS], lower[AHEAD][UNITS], v[AHEAD][BATCH / 8][UNITS];
+            uint4 upper[AHEAD], lower[AHEAD], v[AHEAD][BATCH / 8];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++)
+            for (int i = 0; i < AHEAD; i++) {
+                const int column = STEP * (step + i * CLUSTER * WARPS);
+                const bool valid = 8 * t + column < k;
+                const uint4 zero = make_uint4(0, 0, 0, 0);
+                upper[i] = valid ? load(rows + column) : zero;
+                lower[i] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
 #pragma unroll
-                for (int h = 0; h < UNITS; h++) {
-                    const int column = STEP * (step + i * CLUSTER * WARPS) + 8 * h;
-                    const bool valid = first_column + column < k;
-                    const uint4 zero = make_uint4(0, 0, 0, 0);
-                    upper[i][h] = valid ? load(rows + column) : zero;
-                    lower[i][h] = valid ? load(rows + (size_t)8 * padded_k + column) : zero;
+                for (int q = 0; q < BATCH / 8; q++)
+                    v[i][q] = valid && 8 * q < tokens_left ? load_fresh(tokens + (8 * q * k + column)) : zero;
+            }
 #pragma unroll
-                    for (int q = 0; q < BATCH / 8; q++)
-                        v[i][q][h] = valid && 8 * q < tokens_left ? load_fresh(tokens + (8 * q * k + column)) : zero;
+            for (int i = 0; i < AHEAD; i++) {
+                const uint4 f = upper[i], f8 = lower[i];
+                const uint32_t first[4] = {f.x, f8.x, f.y, f8.y}, second[4] = {f.z, f8.z, f.w, f8.w};
+#pragma unroll
+                for (int q = 0; q < BATCH / 8; q++) {
+                    mma(acc[q], first, v[i][q].x, v[i][q].y);
+                    mma(acc[q], second, v[i][q].z, v[i][q].w);
                 }
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++)
-#pragma unroll
-                for (int h = 0; h < UNITS; h++) {
-                    const uint4 f = upper[i][h], f8 = lower[i][h];
-                    const uint32_t first[4] = {f.x, f8.x, f.y, f8.y}, second[4] = {f.z, f8.z, f.w, f8.w};
-#pragma unroll
-                    for (int q = 0; q < BATCH / 8; q++) {
-                        mma(acc[q], first, v[i][q][h].x, v[i][q][h].y);
-                        mma(acc[q], second, v[i][q][h].z, v[i][q][h].w);
-                    }
-                }
+            }
         }
 #pragma unroll
         for (int q = 0; q < BATCH / 8; q++)

@@ -3,9 +3,10 @@
     x [m, k], adapter --> u = round(scaling * (x A^T))                   for portable.py, which reads x itself
     x [m, k] --> x in tiles of wgmma's order; with an adapter u, too    for hopper.py, in one launch
 
-The kernel lets the product start at once. Without an adapter the product waits for this kernel's end; with one it waits
-for x by a count in memory (`x_ready_of`), which it takes back, and for u when it needs that. Who makes x may count
-(announcement.py); else this kernel does, and whoever launches it launches a product behind it, or forgets the counters.
+The kernel lets the product start at once (of several tiles of tokens, when they are there). Without an adapter the
+product waits for this kernel's end; with one it waits for x by a count in memory (`x_ready_of`), which it takes back,
+and for u when it needs that. Who makes x may count (announcement.py); else this kernel does, and whoever launches it
+launches a product behind it, or forgets the counters.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from jaxtyping import BFloat16, Int32
 from torch import Tensor
 
 from qerl.kernels.adapter import SLICE, PackedAdapter
-from qerl.kernels.nvrtc import Kernel, kernel
+from qerl.kernels.nvrtc import Kernel, kernel, multiprocessors
 
 SOURCE = Path(__file__).with_name("prepare.cu")
 TURNS = 4
 """16-byte pieces of x's tiles that a thread writes at a time."""
 _LONG = 8192  # columns above which clusters for many tokens are larger
+_LARGE_CLUSTERS_FROM = 100  # multiprocessors: 16 of a cluster have to be neighbours, which small chips may not have
 
 
 class Shape(NamedTuple):
@@ -34,8 +36,6 @@ class Shape(NamedTuple):
     """Of a thread."""
     batch: int
     """Tokens whose u a cluster computes."""
-    units: int
-    """16-byte units of a row that a lane loads for a step of K."""
     ahead: int
     """Steps that are loaded at a time."""
     at_once: bool
@@ -59,30 +59,31 @@ class Shape(NamedTuple):
             "THREADS": self.threads,
             "REGISTERS": self.registers,
             "BATCH": self.batch,
-            "UNITS": self.units,
             "AHEAD": self.ahead,
             "AT_ONCE": int(self.at_once),
         }
 
 
-TILES_ALONE = Shape(threads=128, registers=32, batch=8, units=1, ahead=4, at_once=True, beside=True)
+TILES_ALONE = Shape(threads=128, registers=32, batch=8, ahead=4, at_once=True, beside=True)
 """Without an adapter."""
-_FEW = Shape(threads=128, registers=48, batch=8, units=1, ahead=3, at_once=True, beside=True)
-_SOME = Shape(threads=256, registers=112, batch=16, units=1, ahead=4, at_once=True, beside=False)
-_MANY = Shape(threads=256, registers=64, batch=16, units=1, ahead=2, at_once=True, beside=True)
-_MORE = Shape(threads=128, registers=64, batch=16, units=1, ahead=2, at_once=False, beside=True)
-_WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME, 128: _MANY}
+_FEW = Shape(threads=128, registers=48, batch=8, ahead=3, at_once=True, beside=True)
+_SOME = Shape(threads=256, registers=112, batch=16, ahead=4, at_once=True, beside=False)
+_MANY = Shape(threads=256, registers=64, batch=16, ahead=2, at_once=True, beside=True)
+_MORE = Shape(threads=128, registers=64, batch=16, ahead=2, at_once=False, beside=True)
+_WITH_ADAPTER = {8: _FEW, 16: _FEW, 32: _SOME, 64: _SOME}
 
 
-def shape_of(m: int, tokens: int, slices: int, columns: int) -> Shape:
+def shape_of(m: int, tokens: int, slices: int, columns: int, processors: int) -> Shape:
     """For m tokens in tiles of so many, an adapter of so many slices of 16 ranks (0: none), and so many columns of K.
 
-    As measured on an H200.
+    As measured on an H200; processors: multiprocessors of the chip.
     """
     if not slices:
         return TILES_ALONE
-    shape = _MORE if m > 128 else _WITH_ADAPTER[tokens]
-    return shape._replace(cluster=16) if tokens == 128 and columns > _LONG else shape
+    if tokens < 128:
+        return _WITH_ADAPTER[tokens]
+    shape = _MANY if m <= 128 else _MORE
+    return shape._replace(cluster=16) if columns > _LONG and processors >= _LARGE_CLUSTERS_FROM else shape
 
 
 def adapter_input(
@@ -96,7 +97,7 @@ def adapter_input(
     m, k = x.shape
     parts, rank, padded_k = adapter.a.shape
     slices = rank // SLICE
-    shape = shape_of(m, tokens, slices, k)
+    shape = shape_of(m, tokens, slices, k, multiprocessors(x.device))
     u = torch.empty(-(-m // tokens), parts, slices, tokens, SLICE, dtype=torch.bfloat16, device=x.device)
     prepare_kernel(shape, tokens, slices, x.device).launch(
         (shape.blocks(m, parts * slices), 1, 1),
