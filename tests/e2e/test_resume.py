@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.rl.trainer import Trainer
 
 # Noise, two epochs over a small file, several updates per rollout, accumulation over micro-batches, trained norms.
 SETTINGS = [
@@ -125,6 +129,19 @@ def test_ctrl_c_saves_and_leaves(number, unbroken, data, tmp_path):
     assert "--resume" in output
     finish(start(tmp_path / "run", data, "--resume"))
     assert_same_run(unbroken, tmp_path / "run")
+
+
+def test_who_is_stopped_at_once_is_told_what_is_lost(unbroken, data, tmp_path, monkeypatch):
+    def stopped(trainer: Trainer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "train", stopped)
+    for folder, more, words in (
+        (tmp_path / "run", [], "stopped at once: nothing is saved"),
+        (unbroken, ["--resume"], rf"what was done since {unbroken}/checkpoints/step-\d+ is lost\nGo on with: qerl"),
+    ):
+        result = CliRunner().invoke(app, ["train", f"output_dir={folder}", f"task.path={data}", *SETTINGS, *more])
+        assert result.exit_code == 130 and re.search(words, result.output)
 
 
 def test_other_settings_are_refused_on_resume(unbroken, data, tmp_path):
