@@ -136,9 +136,10 @@ def test_who_is_stopped_at_once_is_told_what_is_lost(unbroken, data, tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "train", stopped)
+    done = shutil.copytree(unbroken, tmp_path / "done")  # whose lock this process keeps
     for folder, more, words in (
         (tmp_path / "run", [], "stopped at once: nothing is saved"),
-        (unbroken, ["--resume"], rf"what was done since {unbroken}/checkpoints/step-\d+ is lost\nGo on with: qerl"),
+        (done, ["--resume"], rf"what was done since {done}/checkpoints/step-\d+ is lost\nGo on with: qerl"),
     ):
         result = CliRunner().invoke(app, ["train", f"output_dir={folder}", f"task.path={data}", *SETTINGS, *more])
         assert result.exit_code == 130 and re.search(words, result.output)
