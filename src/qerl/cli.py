@@ -555,6 +555,8 @@ def bench_step(
     if dry_run:
         print(json.dumps(step.dry_run(case, run=run, commit=commit, device=device)))
         return
+    if case.cap_bytes is not None and step.resolve_device(device).type != "cuda":
+        raise ValueError("--cap holds a GPU's memory, and there is no GPU: --dry-run says what is planned for one")
     record = step.run_step(case, run=run, commit=commit, device=device)
     print(*step.show(record), sep="\n")
     if out is not None:

@@ -99,8 +99,9 @@ def test_what_goes_wrong_is_recorded_with_what_was_measured(monkeypatch):
         (["--model", "tiny", "steps=3"], "steps=3: settings are section.key=value"),
         (["--model", "tiny", "model.format=bf16"], "model.format=bf16: that is what --format says"),
         (["--model", "tiny", "--cap", "1MB"], "--cap 1MB: give the card's memory"),
+        (["--model", "tiny", "--cap", "24GB"], "--cap holds a GPU's memory, and there is no GPU"),
         (["--model", "tiny", "--stop-after", "9999"], "--stop-after 9999: give 2 to 2048 (--new) tokens"),
-        (["--model", "72B", "--cap", "30GB"], "72B in nvfp4 does not fit 30 GB with any setting"),
+        (["--model", "72B", "--cap", "30GB", "--dry-run"], "72B in nvfp4 does not fit 30 GB with any setting"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

@@ -96,6 +96,8 @@ def run_step(case: Case, *, run: str = "", commit: str | None = None, device: st
     with tempfile.TemporaryDirectory() as folder, Meter(where) as meter:
         shape, memory, config, chosen = _planned_case(case, Path(folder), on_gpu=on_gpu)
         record = describe_case(case, config, memory, chosen, run, commit, where)
+        if not on_gpu:
+            meter.say("no GPU: the step runs on the CPU, slowly")
         meter.say(f"{case.model} {case.format}: planned {_planned(memory)}" + (f"; with {chosen}" if chosen else ""))
         rate = None
         if on_gpu:

@@ -142,13 +142,19 @@ def check_fits(config: RunConfig, device: torch.device) -> None:
         raise ValueError(refusal(shape, config, target, memory, free))
 
 
+NOTHING_FITS = (
+    "no lengths, batches and recomputation make it fit: take a smaller model, a base in fewer bits, a smaller lora.r, "
+    'or optimizer.type="adamw_8bit"'
+)
+
+
 def refusal(shape: ModelShape, config: RunConfig, target: Target, memory: Memory, free: int) -> str:
     """What a run lacks, its largest parts, and what fits."""
     phase = max(memory.peaks, key=lambda name: memory.peaks[name])
     parts = sorted(memory.phases[phase].items(), key=lambda part: -part[1])[:4]
     named = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
     settings = nearest_settings(shape, config, target, free - SLACK_BYTES)
-    fix = f"it fits with {describe(settings)}" if settings else "no setting makes it fit: take a smaller model"
+    fix = f"it fits with {describe(settings)}" if settings else NOTHING_FITS
     return (
         f"this run needs up to {memory.peak / 1e9:.1f} GB in its {phase}, and the GPU has {free / 1e9:.1f} GB free; "
         f"the largest parts: {named}; {fix}. `qerl plan` shows all of it"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from qerl.config import RunConfig
 from qerl.engine.kv_cache import token_bytes
+from qerl.formats.codes import NVFP4
+from qerl.kernels.adapter import MAX_RANK
 from qerl.plan.memory import Memory
 from qerl.plan.shapes import ModelShape
 
@@ -95,11 +97,25 @@ class Seconds:
 
 
 def step_seconds(shape: ModelShape, config: RunConfig, memory: Memory) -> list[Seconds]:
-    """One entry a GPU that has rates for the model's shape; empty where none has."""
+    """One entry a GPU that has rates for the model's shape; empty where none has, or not with such settings."""
     key = shape.hidden, shape.intermediate, len(shape.layers), shape.kv_heads * shape.head_dim
     fitting = [r for r in RATES if (r.hidden, r.intermediate, r.layers, r.kv_width) == key]
-    packed = all(product.packed for product in shape.products)
-    return [Seconds(r.gpu, _rollout(shape, config, memory, r), _update(config, memory, r)) for r in fitting if packed]
+    if not _as_measured(shape, config):
+        return []
+    return [Seconds(r.gpu, _rollout(shape, config, memory, r), _update(config, memory, r)) for r in fitting]
+
+
+def _as_measured(shape: ModelShape, config: RunConfig) -> bool:
+    model, rollout = config.model, config.rollout
+    return (
+        all(isinstance(product.format, NVFP4) for product in shape.products)
+        and model.dtype != "float32"
+        and model.device != "cpu"
+        and config.lora.r <= MAX_RANK  # above that adapters are beside the products
+        and rollout.cuda_graphs
+        and not rollout.batch_invariant
+        and not config.optimizer.offload_activations
+    )
 
 
 def _rollout(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -> float | None:

@@ -139,8 +139,20 @@ def read_shape(config: ModelConfig) -> ModelShape:
     return shape_of(model, config, Checkpoint(folder) if has_checkpoint else None, name=folder.name)
 
 
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+
+
 def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = None, *, name: str) -> ModelShape:
-    """The sizes that a config of transformers, of one of FAMILIES, gives; a checkpoint says which layers are packed."""
+    """The sizes that a config of transformers, of one of FAMILIES, gives; a checkpoint says which layers are packed.
+
+    ValueError for sizes that no model has.
+    """
+    for size in _SIZES:
+        value = getattr(model, size, None)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}/config.json: {size} is {value!r}: wants a positive whole number")
     layers = []
     for index in range(model.num_hidden_layers):
         products = []
@@ -164,7 +176,14 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
 
 
 def adapter_ranks(shape: ModelShape, lora: LoraConfig) -> dict[str, int]:
-    """The rank of every linear that gets an adapter, by its name; PEFT's rules for targets and patterns."""
+    """The rank of every linear that gets an adapter, by its name; PEFT's rules for targets and patterns.
+
+    ValueError for a target that no linear has.
+    """
+    for target in lora.target_modules:
+        if not _targets(shape, [target]):
+            there = ", ".join(linear.name.rpartition(".")[2] for linear in shape.layers[0].linears)
+            raise ValueError(f"lora.target_modules: no layer is called {target!r}; there are {there}")
     return {linear.name: _rank(linear.name, lora) for linear in _targets(shape, lora.target_modules)}
 
 

@@ -11,7 +11,16 @@ from rich.table import Table
 from qerl.config import RunConfig
 from qerl.engine.budget import check_pages
 from qerl.engine.drafts import pages_alone
-from qerl.plan.fit import CONTEXT_BYTES, SLACK_BYTES, Limits, budget_of, describe, find_limits, nearest_settings
+from qerl.plan.fit import (
+    CONTEXT_BYTES,
+    NOTHING_FITS,
+    SLACK_BYTES,
+    Limits,
+    budget_of,
+    describe,
+    find_limits,
+    nearest_settings,
+)
 from qerl.plan.memory import Memory, Target, plan_memory
 from qerl.plan.rates import NOT_MEASURED, SOURCE, Seconds, step_seconds
 from qerl.plan.shapes import ModelShape, read_shape
@@ -109,7 +118,7 @@ def _lines(plan: Plan) -> list[str]:
             f"{verdict} a card of {card.bytes / 1e9:g} GB, of which {reserve:g} GB are left for CUDA and the allocator"
         )
         if not card.fits:
-            lines.append(f"would fit: {describe(card.settings)}" if card.settings else "no setting makes it fit")
+            lines.append(f"would fit: {describe(card.settings)}" if card.settings else NOTHING_FITS)
         lines.append(
             f"on that card, all else as it is: contexts of up to {card.limits.longest_context:,} tokens one at a time; "
             f"groups of up to {card.limits.largest_group:,} completions of full length at a time"
@@ -119,7 +128,11 @@ def _lines(plan: Plan) -> list[str]:
         f"if every completion is of full length; not in it: {NOT_MEASURED} ({SOURCE})"
         for s in plan.seconds
     ]
-    return lines if plan.seconds else [*lines, "seconds of a step: no steps were measured for a model of this shape"]
+    return (
+        lines
+        if plan.seconds
+        else [*lines, "seconds of a step: none were measured for a model of this shape with such settings"]
+    )
 
 
 def _gb(size: int | None) -> str:

@@ -235,7 +235,7 @@ def test_training_refuses_what_cannot_fit(models, monkeypatch):
     check_fits(fixed, torch.device("cuda"))
 
     free = 15_000_000_000
-    with pytest.raises(ValueError, match="no setting makes it fit: take a smaller model"):
+    with pytest.raises(ValueError, match="no lengths, batches and recomputation make it fit: take a smaller model"):
         check_fits(config, torch.device("cuda"))
     check_fits(config, torch.device("cpu"))
     free = 139_000_000_000
@@ -263,6 +263,18 @@ def test_what_is_not_planned_for_is_said(tmp_path, caplog, monkeypatch):
     assert "whether the run fits the GPU is not checked" in caplog.text
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_shape(load_config(None, [f"model.path={tmp_path / 'none'}"]).model)
+
+
+@pytest.mark.parametrize("name, value", [("num_hidden_layers", 0), ("hidden_size", -64), ("vocab_size", 0)])
+def test_sizes_that_no_model_has_are_refused(tmp_path, name, value):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", name: value}))
+    with pytest.raises(ValueError, match=rf"{name} is {value}: wants a positive whole number"):
+        read_shape(load_config(None, [f"model.path={tmp_path}"]).model)
+
+
+def test_a_target_that_is_no_layer_is_refused(models):
+    with pytest.raises(ValueError, match=r"lora\.target_modules: no layer is called 'nope'; there are q_proj, k_proj"):
+        planned(models, "7B", 'lora.target_modules=["q_proj", "nope"]')
 
 
 # ------------------------------------------------------------------ rates
@@ -329,7 +341,10 @@ def test_seconds_by_hand(models):
     assert step_seconds(shape, fewer, memory)[0].rollout < seconds.rollout
 
 
-@pytest.mark.parametrize("name, settings", [("3B", []), ("7B", ["model.format=bf16"])])
+@pytest.mark.parametrize("name, settings", [
+    ("3B", []), ("7B", ["model.format=bf16"]), ("7B", ["model.format=mxfp4"]), ("7B", ["model.dtype=float32"]),
+    ("7B", ["lora.r=128"]), ("7B", ["rollout.batch_invariant=true"]), ("7B", ["optimizer.offload_activations=true"]),
+])  # fmt: skip
 def test_no_seconds_where_nothing_was_measured(models, name, settings):
     shape, config, _, memory = planned(models, name, *settings)
     assert step_seconds(shape, config, memory) == []
