@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -259,6 +260,7 @@ def test_activations_within_a_tenth_of_the_saved_tensors(folder, recompute, targ
 
 def peak_bytes(function) -> int:
     """The most that the CPU's allocator holds at a time beyond what it held before."""
+    gc.collect()  # else an earlier test's models may go meanwhile
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
     events = sorted(
