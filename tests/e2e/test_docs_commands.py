@@ -191,6 +191,7 @@ def qerl(*arguments: str) -> None:
         return  # an extra; its options are checked, and the example's settings in tests/unit/test_examples.py
     calibrates = name == "quantize" and "--calibrate" in rest
     tiny = [] if "--from-parquet" in rest else TINY.get(f"{name} --calibrate" if calibrates else name, [])
+    tiny = [*tiny, "--dry-run"] if "--cap" in rest else tiny  # which is of a GPU
     with patch("qerl.report.plot.plot_run") if name == "train" else nullcontext():  # half of a tiny run's time
         result = CliRunner().invoke(app, [name, *rest, *tiny])
     if result.exception is not None:
