@@ -93,7 +93,7 @@ class Checkpoint:
         self._shard_of: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for shard in self.shards:
-            file = _open(self.folder / shard)
+            file = open_tensors(self.folder / shard)
             for name in file.keys():  # noqa: SIM118
                 self._shard_of[name] = shard
                 self._shapes[name] = tuple(file.get_slice(name).get_shape())
@@ -175,7 +175,7 @@ class Checkpoint:
         self._check_stored(name)
         if self._file[0] != self._shard_of[name]:
             self._file = ("", None)
-            self._file = (self._shard_of[name], _open(self.folder / self._shard_of[name]))
+            self._file = (self._shard_of[name], open_tensors(self.folder / self._shard_of[name]))
         return self._file[1].get_tensor(name)
 
     def _check_stored(self, name: str) -> None:
@@ -227,7 +227,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def _open(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, of which the header is read; ValueError where it is missing or damaged."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

@@ -46,13 +46,13 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qerl import philox
 from qerl.config import LoraConfig
+from qerl.formats.checkpoint import open_tensors
 from qerl.kernels.adapter import MAX_RANK
 from qerl.kernels.layout import PackedWeight
 from qerl.kernels.room import room_behind, room_for
@@ -305,11 +305,8 @@ def _match(model: PeftModel, folder: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise ValueError(f"no adapter in {folder}: {path.name} is missing")
     present = peft.get_peft_model_state_dict(model)
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}): get it again") from error
+    with open_tensors(path) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     for name in sorted(shapes.keys() | present.keys()):
         here, there = tuple(present[name].shape) if name in present else "nothing", shapes.get(name, "nothing")
         if here != there:

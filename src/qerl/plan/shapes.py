@@ -9,7 +9,6 @@ tests/unit/plan holds them against loaded models. Leaves out architectures that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -180,16 +179,17 @@ def adapter_ranks(shape: ModelShape, lora: LoraConfig) -> dict[str, int]:
 
     ValueError for a target that no linear has.
     """
+    linears = [linear for layer in shape.layers for linear in layer.linears]
     for target in lora.target_modules:
-        if not _targets(shape, [target]):
+        if not any(_is_target(linear, target) for linear in linears):
             there = ", ".join(linear.name.rpartition(".")[2] for linear in shape.layers[0].linears)
             raise ValueError(f"lora.target_modules: no layer is called {target!r}; there are {there}")
-    return {linear.name: _rank(linear.name, lora) for linear in _targets(shape, lora.target_modules)}
+    targets = (linear for linear in linears if any(_is_target(linear, target) for target in lora.target_modules))
+    return {linear.name: _rank(linear.name, lora) for linear in targets}
 
 
-def _targets(shape: ModelShape, wanted: Iterable[str]) -> list[Linear]:
-    linears = [linear for layer in shape.layers for linear in layer.linears]
-    return [li for li in linears if any(li.name == target or li.name.endswith(f".{target}") for target in wanted)]
+def _is_target(linear: Linear, target: str) -> bool:
+    return linear.name == target or linear.name.endswith(f".{target}")
 
 
 def _rank(name: str, lora: LoraConfig) -> int:

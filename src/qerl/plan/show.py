@@ -128,11 +128,9 @@ def _lines(plan: Plan) -> list[str]:
         f"if every completion is of full length; not in it: {NOT_MEASURED} ({SOURCE})"
         for s in plan.seconds
     ]
-    return (
-        lines
-        if plan.seconds
-        else [*lines, "seconds of a step: none were measured for a model of this shape with such settings"]
-    )
+    if not plan.seconds:
+        lines.append("seconds of a step: none were measured for a model of this shape with such settings")
+    return lines
 
 
 def _gb(size: int | None) -> str:
