@@ -8,9 +8,11 @@ from problems import ADVERSARIAL, adversarial, check, draw, empty_is_nan, random
 
 from qerl.formats import mxfp4
 from qerl.formats.nvfp4 import quantize
+from qerl.kernels.activation import swiglu
 from qerl.kernels.adapter import PackedAdapter, pack_adapter
 from qerl.kernels.layout import PackedWeight, pack
-from qerl.kernels.w4a16 import Product, hopper, portable
+from qerl.kernels.norm import add_rms_norm_
+from qerl.kernels.w4a16 import Product, awaited, hopper, portable, w4a16
 
 pytestmark = pytest.mark.gpu
 
@@ -214,6 +216,41 @@ def test_products_that_read_the_one_before(product, m):
     for _ in range(20):
         graph.replay()
         assert torch.equal(y, expected) and torch.equal(chain(), expected)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize("m", [1, 5, 8])
+def test_x_that_is_announced_by_the_kernel_right_before(m, rank):
+    """Layers of a norm, a product, SwiGLU and a product, with and without announcements, eager and in a graph."""
+    skip_where_it_does_not_run(hopper.w4a16_hopper)
+    k, n = 1536, 4096
+    weights = [(weight_of((n, n), k), weight_of((k,), n))] * 6
+    adapters = [random_adapter(weights[0][i], rank) if rank else None for i in (0, 1)]
+    gain, x = torch.ones(k, device="cuda"), draw(m, k, seed=m).cuda().bfloat16()
+
+    def layers(x: torch.Tensor, announced: bool) -> torch.Tensor:
+        x, delta = x.clone(), None
+        for first, second in weights:
+            told = [awaited(x.device, x.dtype, m) if announced else None for _ in (first, second)]
+            assert not announced or None not in told
+            normed = add_rms_norm_(x, delta, gain, 1e-6, announcement=told[0])
+            gate, up = w4a16(normed, first, None, adapters[0], told[0]).split(n, dim=-1)
+            delta = w4a16(swiglu(gate, up, told[1]), second, None, adapters[1], told[1])
+        return x + delta
+
+    expected = layers(x, announced=False)
+    assert expected.isfinite().all() and expected.std() > 0
+    graph, static = torch.cuda.CUDAGraph(), x.clone()
+    layers(x, announced=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = layers(static, announced=True)
+    for i in range(20):
+        other = torch.roll(x, i, 0)
+        static.copy_(other)
+        graph.replay()
+        assert torch.equal(captured, layers(other, announced=False))
+        assert torch.equal(layers(x, announced=True), expected)
 
 
 @pytest.mark.parametrize("rows, k", [((384, 128), 4096), ((8600, 131), 1040)])
