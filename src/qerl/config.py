@@ -448,8 +448,9 @@ class OptimizerConfig(Section):
     """Shape after the warmup."""
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
     """Share of all optimizer steps in which the rate rises from 0."""
-    micro_batch_tokens: int = Field(default=16384, ge=16)
-    """Most tokens (prompt and completion) of one forward and backward pass; changes memory, not the result."""
+    micro_batch_tokens: int | None = Field(default=None, ge=16)
+    """Most tokens (prompt and completion) of one forward and backward pass; changes memory and time, not the result.
+    null: 16,384, and on a GPU up to four times as many for a small model, where there is room (docs/memory.md)."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     offload_activations: bool = False

@@ -106,7 +106,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/rollout", "s", "Sampling and scoring."),
     Metric("time/update", "s", "Scoring passes, gradients and optimizer."),
     Metric("time/eval", "s", "Evaluation after this step."),
-    Metric("micro_batch_tokens", "tokens", "Most tokens of a pass: as set, or fewer since memory ran out."),
+    Metric("micro_batch_tokens", "tokens", "Most tokens of a pass: as set or planned, or fewer since memory ran out."),
     Metric("memory/allocated", "bytes", "GPU memory in tensors and KV cache, its peak in this step; only on a GPU."),
     Metric("memory/reserved", "bytes", "GPU memory of allocator and KV cache, its peak in this step; only on a GPU."),
     Metric("memory/rss", "bytes", "Memory of the process, its peak since the start; only without a GPU."),

@@ -283,7 +283,7 @@ def describe_case(
         "new_tokens": case.drawn_tokens,
         "planned_new_tokens": case.new_tokens,
         "settings": " ".join([*case.overrides, chosen]).strip(),
-        "micro_batch_tokens": config.optimizer.micro_batch_tokens,
+        "micro_batch_tokens": memory.micro_batch_tokens,
         "sequences_at_a_time": memory.sequences_at_a_time,
         "planned_peak_gb": round((memory.peak + CONTEXT_BYTES) / 1e9, 3),
     }

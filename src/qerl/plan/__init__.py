@@ -12,7 +12,7 @@ full length. Sums are arithmetic over shapes; no tensor is made, no weight is re
 """
 
 from qerl.plan.fit import check_fits
-from qerl.plan.memory import Memory, Target, plan_memory
+from qerl.plan.memory import MICRO_BATCH_TOKENS, Memory, Target, plan_memory
 from qerl.plan.shapes import ModelShape, read_shape
 
-__all__ = ["Memory", "ModelShape", "Target", "check_fits", "plan_memory", "read_shape"]
+__all__ = ["MICRO_BATCH_TOKENS", "Memory", "ModelShape", "Target", "check_fits", "plan_memory", "read_shape"]

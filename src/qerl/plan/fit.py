@@ -22,7 +22,7 @@ import torch
 from qerl.config import RunConfig
 from qerl.engine.drafts import pages_alone
 from qerl.engine.kv_cache import PAGE_SIZE
-from qerl.plan.memory import Memory, Target, plan_memory
+from qerl.plan.memory import MICRO_BATCH_TOKENS, Memory, Target, plan_memory
 from qerl.plan.shapes import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
@@ -123,13 +123,13 @@ def describe(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
 
 
-def check_fits(config: RunConfig, device: torch.device) -> None:
-    """ValueError for a run whose tensors are more than the GPU's free memory. Only on CUDA.
+def check_fits(config: RunConfig, device: torch.device) -> Memory | None:
+    """The run's plan. ValueError for one whose tensors are more than the GPU's free memory. Only on CUDA, else None.
 
-    What cannot be planned (other architectures, transformers' engine) is not checked, and that is logged.
+    What cannot be planned (other architectures, transformers' engine) is not checked, and that is logged; None.
     """
     if device.type != "cuda":
-        return
+        return None
     free, total = torch.cuda.mem_get_info(device)
     target = Target.of(config, total_bytes=total)
     try:
@@ -137,9 +137,13 @@ def check_fits(config: RunConfig, device: torch.device) -> None:
         memory = plan_memory(shape, config, target)
     except ValueError as error:
         logger.warning("whether the run fits the GPU is not checked: %s", error)
-        return
+        return None
+    if memory.peak > free and config.optimizer.micro_batch_tokens is None:  # half of the memory may be somebody else's
+        config = with_settings(config, {_TOKENS: MICRO_BATCH_TOKENS})
+        memory = plan_memory(shape, config, target)
     if memory.peak > free:
         raise ValueError(refusal(shape, config, target, memory, free))
+    return memory
 
 
 NOTHING_FITS = (
@@ -264,7 +268,8 @@ def _smaller_pieces(
         def fits(steps: int, smaller: Settings = smaller) -> bool:
             return _fits(shape, config, target, budget, smaller | {_TOKENS: steps * _CHUNK_STEP}, ("update",))
 
-        steps = _largest(1, config.optimizer.micro_batch_tokens // _CHUNK_STEP, fits)
+        most = config.optimizer.micro_batch_tokens or MICRO_BATCH_TOKENS
+        steps = _largest(1, most // _CHUNK_STEP, fits)
         if steps:
             return smaller | {_TOKENS: steps * _CHUNK_STEP}
         chunk //= 2

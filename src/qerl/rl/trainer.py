@@ -42,7 +42,7 @@ from qerl.nn.lora import attach_lora, check_saved_adapter, check_start, load_ada
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, build_controller, relative_noise
-from qerl.plan import check_fits
+from qerl.plan import MICRO_BATCH_TOKENS, check_fits
 from qerl.rl.advantage import compute_advantages
 from qerl.rl.batch import TrainBatch
 from qerl.rl.checkpoint import (
@@ -111,7 +111,7 @@ class Trainer:
             if load is None:
                 check_saved_adapter(open_base(config.model).model, start)
         check_engine(config.rollout, config.model, training=True)
-        check_fits(config, resolve_device(config.model.device))
+        plan = check_fits(config, resolve_device(config.model.device))
         self.display = display or Display(config.steps, title=config.output_dir)
         self.task = task or load_task(config.task, config.seed)
         if checkpoint is not None:
@@ -138,7 +138,9 @@ class Trainer:
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
         )
-        self.learner = Learner(self.model, config, self.display)
+        planned = MICRO_BATCH_TOKENS if plan is None else plan.micro_batch_tokens
+        tokens = config.optimizer.micro_batch_tokens or planned
+        self.learner = Learner(self.model, config, self.display, tokens)
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
         self.stream = PromptStream(self.task, self.tokenizer, seed=config.seed, max_prompt_length=max_prompt_length)

@@ -52,12 +52,12 @@ class Learner:
     watch: Watch
     """Around the passes and the optimizer; does nothing unless it is replaced."""
 
-    def __init__(self, model: PeftModel, config: RunConfig, display: Display) -> None:
+    def __init__(self, model: PeftModel, config: RunConfig, display: Display, micro_batch_tokens: int) -> None:
         self.model, self.config, self.display = model, config, display
         self.watch = lambda part: nullcontext()
         self.device = head(model).weight.device
         self.optimizer = build_optimizer(model, config.optimizer)
-        self.micro_batch_tokens = config.optimizer.micro_batch_tokens  # or fewer, once memory has run out
+        self.micro_batch_tokens = micro_batch_tokens  # or fewer, once memory has run out
         self.rate_scale = 1.0
         self.skipped_updates = 0
         self.step = 0

@@ -21,6 +21,8 @@ from qerl.plan.show import as_json, make_plan
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {  # Qwen2.5: hidden, intermediate, layers, heads, kv heads, tied, vocabulary
+    "0.5B": (896, 4864, 24, 14, 2, True, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, True, 151936),
     "3B": (2048, 11008, 36, 16, 2, True, 151936),
     "7B": (3584, 18944, 28, 28, 4, False, 152064),
     "14B": (5120, 13824, 48, 40, 8, False, 152064),
@@ -109,6 +111,34 @@ def test_large_models_on_small_cards(models, name, card, rank, new, micro_batch)
     assert row in DOCUMENTATION
     *_, memory = planned(models, name, *settings, f"optimizer.micro_batch_tokens={2 * micro_batch}")
     assert memory.peak > budget_of(card * 10**9)
+
+
+@pytest.mark.parametrize(
+    "name, card, times",
+    [("0.5B", 80, 4), ("0.5B", 12, 2), ("0.5B", 6, 1), ("1.5B", 24, 2), ("3B", 80, 1), ("7B", 80, 1), ("32B", 80, 1)],
+)
+def test_micro_batches_of_small_models_are_larger_where_there_is_room(models, name, card, times):
+    """A host launches a small model's passes more slowly than a GPU computes them; half of the memory is enough."""
+    settings = "rollout.num_generations=32", "rollout.kv_cache_tokens=32768", "eval.num_problems=0"
+    shape, config, target, memory = planned(models, name, *settings)
+    assert memory.micro_batch_tokens % 16_384 == 0  # without a card: within what the rollout takes
+    assert memory.micro_batch_tokens == 16_384 or memory.peaks["update"] <= memory.peaks["rollout"]
+    on_card = plan_memory(shape, config, replace(target, total_bytes=card * 10**9))
+    assert on_card.micro_batch_tokens == 16_384 * times
+    assert times == 1 or on_card.peaks["update"] <= max(card * 10**9 // 2, on_card.peaks["rollout"])
+    on_cpu = plan_memory(shape, config, replace(target, on_gpu=False, total_bytes=card * 10**9))
+    asked = plan_memory(shape, with_settings(config, {"optimizer.micro_batch_tokens": 4096}), target)
+    assert (on_cpu.micro_batch_tokens, asked.micro_batch_tokens) == (16_384, 4096)
+
+
+def test_a_larger_micro_batch_refuses_no_run(models, monkeypatch):
+    """Half of the memory was somebody else's: it takes what it took before."""
+    settings = "rollout.num_generations=32", "rollout.kv_cache_tokens=32768", "eval.num_problems=0"
+    config = load_config(None, [f"model.path={models / '0.5B'}", *settings])
+    for free, tokens in ((24, 65_536), (4, 16_384)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * 10**9, 24 * 10**9))
+        memory = check_fits(config, torch.device("cuda"))
+        assert memory is not None and memory.micro_batch_tokens == tokens and memory.peak <= free * 10**9
 
 
 @pytest.mark.parametrize(
