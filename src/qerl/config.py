@@ -15,7 +15,16 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 NoisePer = Literal["rollout", "prompt", "completion"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -132,7 +141,7 @@ def model_folder(path: str) -> Path:
 class LoraConfig(Section):
     """The adapters: y = W x + scaling * B(A x)."""
 
-    r: int = Field(default=32, ge=1)
+    r: int = Field(default=32, ge=1, le=4096)
     """Rank."""
     alpha: float = Field(default=32, gt=0)
     """scaling = alpha / r (alpha / sqrt(r) with use_rslora)."""
@@ -149,6 +158,16 @@ class LoraConfig(Section):
     start_from: str | None = None
     """Folder of a LoRA adapter in PEFT's layout to start from, such as one of supervised fine-tuning; default: B = 0.
     It must have been made with the settings above. The reference of loss.beta stays the base without it."""
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _are_patterns(cls, patterns: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"lora.{info.field_name}: {pattern!r} is no regular expression: {error}") from error
+        return patterns
 
     @model_validator(mode="after")
     def _trains_something(self) -> LoraConfig:
@@ -356,9 +375,9 @@ class NoiseConfig(Section):
     """Decay of sigma over the stages."""
     paper_exponent: bool = False
     """exponential only: the paper's equation, with K-1 for K-2, which never reaches sigma_end."""
-    sigma_start: float = Field(default=1e-2, ge=0)
+    sigma_start: float = Field(default=1e-2, ge=0, le=1)
     """Sigma of stage 1 (stage 0 has none), or the controller's first value."""
-    sigma_end: float = Field(default=5e-4, ge=0)
+    sigma_end: float = Field(default=5e-4, ge=0, le=1)
     """Sigma of the last stage, or the controller's smallest value."""
     num_stages: int = Field(default=10, ge=2)
     """K: equal intervals of the whole run."""
@@ -434,7 +453,7 @@ class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw: moments in fp32; adamw_8bit: in 8 bits with a scale for 256 of them, bitsandbytes' (needs
     `pip install qerl[bitsandbytes]`)."""
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
     """Peak rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's first decay."""
@@ -450,7 +469,7 @@ class OptimizerConfig(Section):
     """Share of all optimizer steps in which the rate rises from 0."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory and time, not the result.
-    null: 16,384, and on a GPU up to four times as many for a small model, where there is room (docs/memory.md)."""
+    Default: 16,384, and on a GPU up to four times as many for a small model, where there is room (docs/memory.md)."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     offload_activations: bool = False

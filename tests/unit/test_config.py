@@ -166,6 +166,7 @@ OUT_OF_BOUNDS = [
     ("keep_checkpoints", 0),
     ("log_completions", -1),
     ("lora.r", 0),
+    ("lora.r", 4097),
     ("lora.alpha", 0.0),
     ("lora.rank_pattern", {"q_proj": 0}),
     ("lora.alpha_pattern", {"q_proj": -1.0}),
@@ -199,12 +200,15 @@ OUT_OF_BOUNDS = [
     ("loss.overlong_penalty", -1.0),
     ("loss.zero_variance_tolerance", -1.0),
     ("noise.sigma_start", -1.0),
+    ("noise.sigma_start", 1.1),
     ("noise.sigma_end", -1.0),
+    ("noise.sigma_end", 1.1),
     ("noise.num_stages", 1),
     ("noise.target", 0.0),
     ("noise.factor", 1.0),
     ("noise.divergence_limit", 0.0),
     ("optimizer.learning_rate", 0.0),
+    ("optimizer.learning_rate", 1.1),
     ("optimizer.beta1", -0.1),
     ("optimizer.beta1", 1.0),
     ("optimizer.beta2", -0.1),
@@ -222,6 +226,13 @@ OUT_OF_BOUNDS = [
     ("eval.top_p", 0.0),
     ("eval.top_p", 1.1),
 ]
+
+
+@pytest.mark.parametrize("section", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_is_a_regular_expression(section):
+    with pytest.raises(ConfigError, match=rf"^lora\.{section}: 'q_proj\(' is no regular expression: missing"):
+        validate({"lora": {section: {"q_proj(": 8}}})
+    assert getattr(validate({"lora": {section: {"(q|k)_proj": 8}}}).lora, section) == {"(q|k)_proj": 8}
 
 
 @pytest.mark.parametrize("value", ["0GiB", "64", "110%", "-1GiB", "4 tokens", "much"])

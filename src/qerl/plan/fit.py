@@ -23,7 +23,7 @@ from qerl.config import RunConfig
 from qerl.engine.drafts import pages_alone
 from qerl.engine.kv_cache import PAGE_SIZE
 from qerl.plan.memory import MICRO_BATCH_TOKENS, Memory, Target, plan_memory
-from qerl.plan.shapes import ModelShape, read_shape
+from qerl.plan.shapes import ModelShape, NotPlanned, read_shape
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 
 def check_fits(config: RunConfig, device: torch.device) -> Memory | None:
-    """The run's plan. ValueError for one whose tensors are more than the GPU's free memory. Only on CUDA, else None.
+    """The run's plan. ValueError for one that cannot be, or whose tensors are more than the GPU's free memory. Only on
+    CUDA, else None.
 
     What cannot be planned (other architectures, transformers' engine) is not checked, and that is logged; None.
     """
@@ -135,7 +136,7 @@ def check_fits(config: RunConfig, device: torch.device) -> Memory | None:
     try:
         shape = read_shape(config.model)
         memory = plan_memory(shape, config, target)
-    except ValueError as error:
+    except NotPlanned as error:
         logger.warning("whether the run fits the GPU is not checked: %s", error)
         return None
     if memory.peak > free and config.optimizer.micro_batch_tokens is None:  # half of the memory may be somebody else's

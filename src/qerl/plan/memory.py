@@ -45,7 +45,7 @@ from qerl.kernels.lora import TILE
 from qerl.kernels.room import room_for
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
 from qerl.nn.attention import VARLEN_HAS_GQA
-from qerl.plan.shapes import Layer, Linear, ModelShape, Product, adapter_ranks
+from qerl.plan.shapes import Layer, Linear, ModelShape, NotPlanned, Product, adapter_ranks
 
 _CUBLAS_WORKSPACE = 32 << 20  # torch's for a stream on Hopper, 8 MiB on other chips
 _STREAMS = 2  # the usual one, and that of CUDA graphs
@@ -135,13 +135,13 @@ class Memory:
 def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     """Bytes of a run.
 
-    ValueError: it samples through transformers or vLLM, leaves no room for a prompt in the context, or states a share
-    of memory that is not known.
+    NotPlanned: it samples through transformers or vLLM. ValueError: no room for a prompt in the context, a share of
+    memory that is not known, or layers that are not there.
     """
     if config.rollout.engine == "hf":
-        raise ValueError('rollout.engine = "hf" is not planned for: only qerl\'s own engine is')
+        raise NotPlanned('rollout.engine = "hf" is not planned for: only qerl\'s own engine is')
     if config.rollout.engine == "vllm":
-        raise ValueError(
+        raise NotPlanned(
             'rollout.engine = "vllm" is not planned for: vLLM holds a second copy of the base, its KV cache and '
             "activations of its own, which are not counted here"
         )

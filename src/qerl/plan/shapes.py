@@ -23,6 +23,10 @@ from qerl.nn.load import base_format
 from qerl.nn.structure import head_dim
 
 
+class NotPlanned(ValueError):
+    """A run that can be, but of which a plan does not know enough."""
+
+
 @dataclass(frozen=True)
 class Linear:
     """y = x W^T (+ b), W [rows, columns]."""
@@ -123,15 +127,15 @@ class ModelShape:
 def read_shape(config: ModelConfig) -> ModelShape:
     """The sizes of the model in `config.path`, whose weights need not be there unless they are packed.
 
-    ValueError: no config.json, or an architecture that is not planned for.
+    NotPlanned: no config.json, or an architecture that is not planned for. ValueError as `shape_of`.
     """
     folder = model_folder(config.path)
     try:
         model: Any = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{folder}/config.json: {error}") from error
+        raise NotPlanned(f"{folder}/config.json: {error}") from error
     if model.model_type not in FAMILIES:
-        raise ValueError(
+        raise NotPlanned(
             f"{folder} is a {model.model_type} model: plans know what qerl's engine knows, {', '.join(FAMILIES)}"
         )
     has_checkpoint = bool(getattr(model, "quantization_config", None)) or (folder / "hf_quant_config.json").is_file()
@@ -146,7 +150,7 @@ _SIZES = (
 def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = None, *, name: str) -> ModelShape:
     """The sizes that a config of transformers, of one of FAMILIES, gives; a checkpoint says which layers are packed.
 
-    ValueError for sizes that no model has.
+    ValueError for sizes that no model has, and for a pattern of `model.keep` that matches nothing.
     """
     for size in _SIZES:
         value = getattr(model, size, None)
@@ -159,6 +163,10 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
             linears = tuple(_linear(model, f"model.layers.{index}", linear) for linear in names)
             products.append(Product(linears, _format(linears, config, checkpoint)))
         layers.append(Layer(*products))
+    names = [linear.name for layer in layers for linear in layer.linears]
+    for pattern in config.keep:
+        if not any(fnmatchcase(linear, pattern) for linear in [*names, "lm_head"]):
+            raise ValueError(f"model.keep: {pattern!r} matches no linear layer; names look like {names[0]}")
     return ModelShape(
         name=name,
         hidden=model.hidden_size,
@@ -177,15 +185,19 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
 def adapter_ranks(shape: ModelShape, lora: LoraConfig) -> dict[str, int]:
     """The rank of every linear that gets an adapter, by its name; PEFT's rules for targets and patterns.
 
-    ValueError for a target that no linear has.
+    ValueError for a target that no linear has, and for a pattern that matches none of them.
     """
     linears = [linear for layer in shape.layers for linear in layer.linears]
     for target in lora.target_modules:
         if not any(_is_target(linear, target) for linear in linears):
             there = ", ".join(linear.name.rpartition(".")[2] for linear in shape.layers[0].linears)
             raise ValueError(f"lora.target_modules: no layer is called {target!r}; there are {there}")
-    targets = (linear for linear in linears if any(_is_target(linear, target) for target in lora.target_modules))
-    return {linear.name: _rank(linear.name, lora) for linear in targets}
+    names = [li.name for li in linears if any(_is_target(li, target) for target in lora.target_modules)]
+    for section in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, section):
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(f"lora.{section}: {pattern!r} matches none of the adapted layers, such as {names[0]}")
+    return {name: _rank(name, lora) for name in names}
 
 
 def _is_target(linear: Linear, target: str) -> bool:
@@ -193,8 +205,11 @@ def _is_target(linear: Linear, target: str) -> bool:
 
 
 def _rank(name: str, lora: LoraConfig) -> int:
-    matching = (rank for pattern, rank in lora.rank_pattern.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(matching, lora.r)
+    return next((rank for pattern, rank in lora.rank_pattern.items() if _matches(name, pattern)), lora.r)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def _linear(model: Any, layer: str, name: str) -> Linear:

@@ -307,6 +307,32 @@ def test_a_target_that_is_no_layer_is_refused(models):
         planned(models, "7B", 'lora.target_modules=["q_proj", "nope"]')
 
 
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        (
+            "lora.rank_pattern={nope=8}",
+            r"lora\.rank_pattern: 'nope' matches none of the adapted layers, such as model",
+        ),
+        ("lora.alpha_pattern={k_proj=8}", r"lora\.alpha_pattern: 'k_proj' matches none of the adapted layers"),
+        (
+            'model.keep=["*.nope"]',
+            r"model\.keep: '\*\.nope' matches no linear layer; names look like model\.layers\.0\.",
+        ),
+        ('lora.target_modules=["nope"]', r"lora\.target_modules: no layer is called 'nope'"),
+    ],
+)
+def test_layers_that_are_not_there_are_told_before_anything_loads(models, setting, told, monkeypatch):
+    """By `qerl plan`, and by a run on a GPU, where what cannot be planned is otherwise a warning."""
+    settings = [f"model.path={models / '7B'}", 'lora.target_modules=["q_proj", "v_proj"]', setting]
+    with pytest.raises(ValueError, match=told):
+        planned(models, "7B", *settings[1:])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 10**9, 80 * 10**9))
+    with pytest.raises(ValueError, match=told):
+        check_fits(load_config(None, settings), torch.device("cuda"))
+    planned(models, "7B", 'model.keep=["lm_head", "*.down_proj"]', 'lora.rank_pattern={"layers.1.*q_proj"=8}')
+
+
 # ------------------------------------------------------------------ rates
 
 
