@@ -125,7 +125,7 @@ class _AdaptedProduct(torch.autograd.Function):
         x, u, a, b = ctx.saved_tensors
         base: nn.Linear = ctx.base
         dy, dx, dbias, da, db = grad.flatten(0, -2), None, None, None, None
-        du = (dy @ b.to(dy.dtype)).mul_(ctx.scaling)
+        du = _times_(dy @ b.to(dy.dtype), ctx.scaling)
         if ctx.needs_input_grad[0]:
             dx = base.input_grad(grad) if isinstance(base, PackedLinear) else grad @ base.weight
             dx.flatten(0, -2).addmm_(du, a.to(dy.dtype))
@@ -134,13 +134,17 @@ class _AdaptedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             da = _product_in_fp32(du.T, x.flatten(0, -2)).to(a.dtype)
         if ctx.needs_input_grad[4]:
-            db = _product_in_fp32(dy.T, u).mul_(ctx.outer).to(b.dtype)
+            db = _times_(_product_in_fp32(dy.T, u), ctx.outer).to(b.dtype)
         return dx, None, dbias, da, db, None, None
 
 
 def _takes_adapter(base: PackedLinear, rank: int) -> bool:
     """Whether the engine's product has the adapter in its sum; a compiler's operator has none with a gradient."""
     return isinstance(base.packed, PackedWeight) and rank <= MAX_RANK and not torch.compiler.is_compiling()
+
+
+def _times_(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x.mul_(factor)  # small models wait for the host to launch, and alpha / r is often 1
 
 
 def _product_in_fp32(left: Float[Tensor, "m k"], right: Float[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
