@@ -72,8 +72,8 @@ RATES = (
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=13824, layers=48, kv_width=1024,
-        decode={1: 4.1481, 8: 4.7488, 32: 6.8027, 64: 9.1035, 128: 14.3998, 256: 26.7096},
-        prefill=21416, forward=54.9, update=123.9, recomputing=190.7,
+        decode={1: 4.1236, 8: 4.8356, 32: 6.8954, 64: 8.6024, 128: 13.4185, 256: 24.2986},
+        prefill=21272, forward=54.9, update=123.9, recomputing=190.7,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=27648, layers=64, kv_width=1024,
