@@ -36,6 +36,7 @@ import qerl
 from qerl.config import RolloutConfig, RunConfig, load_config, model_folder
 from qerl.evaluate.command import Settings
 from qerl.evaluate.command import run as evaluate
+from qerl.plan import MICRO_BATCH_TOKENS
 from qerl.tasks import load_task
 from qerl.tasks.rewards import reward_specs
 
@@ -125,9 +126,8 @@ def train_trl(config: RunConfig, folder: Path) -> dict[int, float]:
 
 
 def _tokens(config: RunConfig) -> int:
-    return max(
-        config.optimizer.micro_batch_tokens, config.task.max_prompt_length + config.rollout.max_completion_length
-    )
+    longest = config.task.max_prompt_length + config.rollout.max_completion_length
+    return max(config.optimizer.micro_batch_tokens or MICRO_BATCH_TOKENS, longest)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

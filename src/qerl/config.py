@@ -149,7 +149,7 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter."""
     use_rslora: bool = False
     """Rank-stabilised scaling, arXiv 2312.03732."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = {}
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = {}
     """Ranks for layers whose name matches a pattern, as in PEFT."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Alphas for layers whose name matches a pattern, as in PEFT."""
@@ -164,7 +164,7 @@ class LoraConfig(Section):
     def _are_patterns(cls, patterns: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         for pattern in patterns:
             try:
-                re.compile(pattern)
+                re.compile(rf"(.*\.)?({pattern})$")  # as PEFT does
             except re.error as error:
                 raise ValueError(f"lora.{info.field_name}: {pattern!r} is no regular expression: {error}") from error
         return patterns

@@ -63,7 +63,8 @@ def report(measure: bool = True) -> Iterator[tuple[str, str]]:
 def what_fits(card_bytes: int) -> Iterator[tuple[str, str]]:
     """Which sizes of Qwen2.5 train on a card with the default settings, and what the next one takes."""
     config = RunConfig()
-    target, budget = Target.of(config, total_bytes=card_bytes), budget_of(card_bytes)
+    budget = budget_of(card_bytes)
+    target = Target.of(config, total_bytes=card_bytes, free_bytes=budget)
     shapes = {size: qwen2_5(size) for size in QWEN2_5}
     fitting = [size for size, shape in shapes.items() if plan_memory(shape, config, target).peak <= budget]
     yield "trains", f"Qwen2.5 {', '.join(fitting) or '(none)'} with the default settings"

@@ -196,7 +196,9 @@ def _planned_case(case: Case, folder: Path, *, on_gpu: bool) -> tuple[ModelShape
         if "rollout.max_completion_length" in settings:
             raise ValueError(f"{case.new_tokens} new tokens do not fit; would fit: {describe(settings)}")
         config, chosen = with_settings(config, settings), describe(settings)
-    return shape, plan_memory(shape, config, target), config, chosen
+    memory = plan_memory(shape, config, target)
+    config = with_settings(config, {"optimizer.micro_batch_tokens": memory.micro_batch_limit})  # what is planned is run
+    return shape, memory, config, chosen
 
 
 # ------------------------------------------------------------------------------------------------- running it

@@ -5,7 +5,8 @@
 
 So a plan promises less than the card has, and training refuses only what has no chance: tensors alone that are more
 than the card's free memory. Limits and settings are found by bisection over whole plans, since every part is monotone
-in every setting that is looked at.
+in every setting that is looked at. (But for the length of micro-batches where the plan chooses it: longer than they must
+be, they never make a run not fit.)
 """
 
 from __future__ import annotations
@@ -132,16 +133,13 @@ def check_fits(config: RunConfig, device: torch.device) -> Memory | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    target = Target.of(config, total_bytes=total)
+    target = Target.of(config, total_bytes=total, free_bytes=free - SLACK_BYTES)
     try:
         shape = read_shape(config.model)
         memory = plan_memory(shape, config, target)
     except NotPlanned as error:
         logger.warning("whether the run fits the GPU is not checked: %s", error)
         return None
-    if memory.peak > free and config.optimizer.micro_batch_tokens is None:  # half of the memory may be somebody else's
-        config = with_settings(config, {_TOKENS: MICRO_BATCH_TOKENS})
-        memory = plan_memory(shape, config, target)
     if memory.peak > free:
         raise ValueError(refusal(shape, config, target, memory, free))
     return memory

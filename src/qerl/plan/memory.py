@@ -56,7 +56,7 @@ _FP32 = 4
 _LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
 MICRO_BATCH_TOKENS = 16_384
 """Of a run that leaves `optimizer.micro_batch_tokens` open, at least."""
-_MOST_TIMES, _WIDE = 4, 3584  # times as many, and the hidden size (Qwen2.5-7B's) below which there may be more
+_MOST_TIMES, _WIDE = 4, 3584  # times as many, for a hidden size of so much less than this one (Qwen2.5-7B's)
 _INPUTS_ON_THEIR_WAY = 2  # nn/recompute.py: the layer's own, and the last one's, which may still be copied
 # kept_tokens of engine/sampler.py: logits 2, logprobs 4, sorted 4, order 8, a mask 1, probs, sums, differences 4 each
 _TRUNCATION_BYTES = 31
@@ -70,14 +70,17 @@ class Target:
     activation_bytes: int
     """2 for bfloat16."""
     total_bytes: int | None = None
-    """Of the device's memory, where it is known: what a share in `rollout.kv_cache_memory` is of, and half of which
-    micro-batches that are larger than they must be may fill."""
+    """Of the device's memory, where it is known: what a share in `rollout.kv_cache_memory` is of."""
+    free_bytes: int | None = None
+    """Of it, what the run may take, where that is known: half for micro-batches that are longer than they must be."""
 
     @classmethod
-    def of(cls, config: RunConfig, *, on_gpu: bool = True, total_bytes: int | None = None) -> Target:
+    def of(
+        cls, config: RunConfig, *, on_gpu: bool = True, total_bytes: int | None = None, free_bytes: int | None = None
+    ) -> Target:
         """What `model.dtype` means there."""
         narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and on_gpu)
-        return cls(on_gpu, 2 if narrow else 4, total_bytes)
+        return cls(on_gpu, 2 if narrow else 4, total_bytes, free_bytes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class Memory:
     """Of the longest completion."""
     micro_batch_tokens: int
     """Of the longest micro-batch."""
+    micro_batch_limit: int
+    """Most tokens that one may have, unless a single sequence has more."""
     kv_pages: int
     """Pages of the rollout's KV cache."""
     sequences_at_a_time: int
@@ -185,7 +190,10 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     stays = ("slots",) if target.on_gpu else ()  # engine/mapped.py: `sleep` leaves what holds the cache's address
     stays += ("decode step", "truncation") if target.on_gpu and rollout.cuda_graphs else ()
     kept = {name: size for name, size in phases["rollout"].items() if name in stays}
-    tokens, room = 0, max(max(sum(parts.values()) for parts in phases.values()), (target.total_bytes or 0) // 2)
+    room = max(sum(parts.values()) for parts in phases.values())
+    if target.free_bytes is not None:
+        room = min(max(room, target.free_bytes // 2), target.free_bytes)
+    tokens = most = 0
     for most in _micro_batches(shape, config, target):
         tokens, completion_tokens = micro_batch(config, prompt, new, most)
         activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
@@ -197,6 +205,7 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
         prompt_tokens=prompt,
         completion_tokens=new,
         micro_batch_tokens=tokens,
+        micro_batch_limit=most,
         kv_pages=pages,
         sequences_at_a_time=_sequences_at_a_time(config, calls["rollout"], prompt, new, pages),
     )

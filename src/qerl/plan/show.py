@@ -52,7 +52,8 @@ def make_plan(config: RunConfig, card_bytes: int | None) -> Plan:
 
     ValueError: `rollout.kv_cache_tokens` do not hold one completion of full length: a run would not start.
     """
-    shape, target = read_shape(config.model), Target.of(config, total_bytes=card_bytes)
+    free = None if card_bytes is None else budget_of(card_bytes)
+    shape, target = read_shape(config.model), Target.of(config, total_bytes=card_bytes, free_bytes=free)
     memory = plan_memory(shape, config, target)
     if memory.sequences_at_a_time == 0 and config.rollout.kv_cache_tokens is not None:
         prompt, new = memory.prompt_tokens, memory.completion_tokens

@@ -138,9 +138,8 @@ class Trainer:
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
         )
-        planned = MICRO_BATCH_TOKENS if plan is None else plan.micro_batch_tokens
-        tokens = config.optimizer.micro_batch_tokens or planned
-        self.learner = Learner(self.model, config, self.display, tokens)
+        planned = MICRO_BATCH_TOKENS if plan is None else plan.micro_batch_limit
+        self.learner = Learner(self.model, config, self.display, config.optimizer.micro_batch_tokens or planned)
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
         self.stream = PromptStream(self.task, self.tokenizer, seed=config.seed, max_prompt_length=max_prompt_length)
