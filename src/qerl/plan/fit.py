@@ -5,8 +5,8 @@
 
 So a plan promises less than the card has, and training refuses only what has no chance: tensors alone that are more
 than the card's free memory. Limits and settings are found by bisection over whole plans, since every part is monotone
-in every setting that is looked at. (But for the length of micro-batches where the plan chooses it: longer than they must
-be, they never make a run not fit.)
+in every setting that is looked at. (But for the length of micro-batches where the plan chooses it: longer than they
+must be, they never make a run not fit.)
 """
 
 from __future__ import annotations
