@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl.nn import self_attention
@@ -92,12 +93,17 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
+def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """A folder's config.json, as transformers reads it. ValueError, naming the file, for one that it cannot read."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder}/config.json: {' '.join(str(error).split())}") from error
+
+
 def _model_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The architecture without weights. ValueError for one that cannot train here."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{folder}/config.json: {error}") from error
+    config = read_config(folder, trust_remote_code)
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         raise ValueError(
             f"{folder} is a {config.model_type} model: only text decoders can be trained, no multimodal ones"

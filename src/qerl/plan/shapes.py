@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from transformers import AutoConfig
-
 from qerl.config import LoraConfig, ModelConfig, model_folder
 from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4
+from qerl.nn.architecture import read_config
 from qerl.nn.load import base_format
 from qerl.nn.structure import head_dim
 
@@ -127,13 +126,10 @@ class ModelShape:
 def read_shape(config: ModelConfig) -> ModelShape:
     """The sizes of the model in `config.path`, whose weights need not be there unless they are packed.
 
-    NotPlanned: no config.json, or an architecture that is not planned for. ValueError as `shape_of`.
+    NotPlanned: an architecture that is not planned for. ValueError: no config.json that can be read, and as `shape_of`.
     """
     folder = model_folder(config.path)
-    try:
-        model: Any = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise NotPlanned(f"{folder}/config.json: {error}") from error
+    model: Any = read_config(folder, config.trust_remote_code)
     if model.model_type not in FAMILIES:
         raise NotPlanned(
             f"{folder} is a {model.model_type} model: plans know what qerl's engine knows, {', '.join(FAMILIES)}"

@@ -322,6 +322,16 @@ def test_sizes_that_no_model_has_are_refused(tmp_path, name, value):
         read_shape(load_config(None, [f"model.path={tmp_path}"]).model)
 
 
+@pytest.mark.parametrize("value", ["text", None, 1.5, [1]])
+def test_what_is_no_size_is_told_with_its_file(tmp_path, value):
+    """transformers raises an error of its own for these; a run would end with the same words."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": value}))
+    with pytest.raises(
+        ValueError, match=r"config\.json: Validation error for field 'hidden_size': TypeError: .* got \w+ "
+    ):
+        read_shape(load_config(None, [f"model.path={tmp_path}"]).model)
+
+
 def test_a_target_that_is_no_layer_is_refused(models):
     with pytest.raises(ValueError, match=r"lora\.target_modules: no layer is called 'nope'; there are q_proj, k_proj"):
         planned(models, "7B", 'lora.target_modules=["q_proj", "nope"]')
