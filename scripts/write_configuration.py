@@ -16,7 +16,8 @@ TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 A run is one TOML file. `qerl train RUN.toml section.key=value` overrides single settings; `qerl config RUN.toml` prints
-the whole of it, defaults included. Unknown keys are errors. This page is written by `scripts/write_configuration.py`.
+the whole of it, defaults included. Unknown keys are errors. `section.key=null` opens a setting again whose default is
+empty. This page is written by `scripts/write_configuration.py`.
 """
 
 

@@ -584,7 +584,7 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
-    """Read a TOML file, apply `section.key=value` overrides (values in TOML; bare words are strings), validate.
+    """Read a TOML file, apply `section.key=value` overrides (values in TOML or null; bare words are strings), validate.
 
     Raises ConfigError with one line a mistake: where it is, what is wrong, and, for an unknown key, the nearest one.
     """
@@ -621,8 +621,10 @@ def validate(data: dict[str, Any]) -> RunConfig:
 def _parse_value(text: str) -> Any:
     """Return a TOML value, or the text itself where it is none: `q_proj`, or a date, as a folder may be called.
 
-    Python's True and False are taken for TOML's.
+    Python's True and False are taken for TOML's; null, which TOML lacks, is None: a setting that is left open.
     """
+    if text == "null":
+        return None
     text = {"True": "true", "False": "false"}.get(text, text)
     try:
         parsed = tomllib.loads(f"v = {text}")

@@ -228,6 +228,15 @@ OUT_OF_BOUNDS = [
 ]
 
 
+def test_null_opens_a_setting_that_the_file_has_set(tmp_path):
+    (tmp_path / "run.toml").write_text("[optimizer]\nmicro_batch_tokens = 64\n[lora]\nstart_from = 'a'\n")
+    config = load_config(tmp_path / "run.toml", ["optimizer.micro_batch_tokens=null", "lora.start_from=null"])
+    assert config.optimizer.micro_batch_tokens is None and config.lora.start_from is None
+    assert load_config(tmp_path / "run.toml", ["lora.start_from=nullify"]).lora.start_from == "nullify"
+    with pytest.raises(ConfigError, match=r"^steps: Input should be a valid integer \(got None\)"):
+        load_config(None, ["steps=null"])
+
+
 @pytest.mark.parametrize("section", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_is_a_regular_expression(section):
     for pattern in ("q_proj(", "(?i)q_proj"):  # the second is one by itself, but not where PEFT puts it
