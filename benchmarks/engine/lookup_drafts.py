@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,8 @@ def draft(own: Tokens, others: Sequence[Tokens], k: int, shortest: int) -> Token
     for n in range(min(LONGEST, len(own)), shortest - 1, -1):
         suffix = own[-n:]
         for context in (own, *others):
-            last = len(context) - n - (context is own)
-            for start in range(last, -1, -1):
-                if context[start : start + n] == suffix and start + n < len(context):
+            for start in range(len(context) - n - 1, -1, -1):
+                if context[start : start + n] == suffix:
                     return context[start + n : start + n + k]
     return []
 
@@ -52,13 +52,11 @@ def steps_of(prompt: Tokens, group: Sequence[Tokens], index: int, source: str, k
     completion, position, steps = group[index], 1, 0
     siblings = [tokens for i, tokens in enumerate(group) if i != index]
     while position < len(completion):
-        seen = {"own": [], "siblings": [prompt + t[:position] for t in siblings],
-                "whole siblings": [prompt + t for t in siblings]}[source]  # fmt: skip
+        until = {"own": 0, "siblings": position, "whole siblings": None}[source]
+        seen = [prompt + tokens[:until] for tokens in siblings] if until != 0 else []
         guess = draft(prompt + completion[:position], seen, k, shortest)
-        right = 0
-        while right < len(guess) and completion[position + right : position + right + 1] == [guess[right]]:
-            right += 1
-        position += right + 1
+        pairs = zip(guess, completion[position:], strict=False)
+        position += 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         steps += 1
     return steps
 

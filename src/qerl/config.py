@@ -12,6 +12,8 @@ import difflib
 import json
 import re
 import tomllib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -126,6 +128,16 @@ class ModelConfig(Section):
             )
         return self
 
+    def keeps(self, linear: str) -> bool:
+        """Whether a linear layer stays as it is."""
+        return any(fnmatchcase(linear, pattern) for pattern in self.keep)
+
+    def check_keep(self, linears: Sequence[str], others: Sequence[str] = ()) -> None:
+        """ValueError for a pattern of `keep` that matches neither the layers' linears nor others, such as the head."""
+        for pattern in self.keep:
+            if not any(fnmatchcase(name, pattern) for name in (*linears, *others)):
+                raise ValueError(f"model.keep: {pattern!r} matches no linear layer; names look like {linears[0]}")
+
 
 def model_folder(path: str) -> Path:
     """The folder that `path` names. ValueError: it is no transformers model's."""
@@ -136,6 +148,11 @@ def model_folder(path: str) -> Path:
             "download one first (hf download OWNER/NAME --local-dir FOLDER), or use path = 'embedded'"
         )
     return folder
+
+
+def matches_layer(pattern: str, name: str) -> bool:
+    """Whether a pattern of `rank_pattern` or `alpha_pattern` is of a layer: PEFT's rule. re.error for what is none."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 class LoraConfig(Section):
@@ -164,10 +181,19 @@ class LoraConfig(Section):
     def _are_patterns(cls, patterns: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         for pattern in patterns:
             try:
-                re.compile(rf"(.*\.)?({pattern})$")  # as PEFT does
+                matches_layer(pattern, "")
             except re.error as error:
                 raise ValueError(f"lora.{info.field_name}: {pattern!r} is no regular expression: {error}") from error
         return patterns
+
+    def check_patterns(self, layers: Sequence[str]) -> None:
+        """ValueError for a pattern that matches none of the adapted layers."""
+        for section in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, section):
+                if not any(matches_layer(pattern, layer) for layer in layers):
+                    raise ValueError(
+                        f"lora.{section}: {pattern!r} matches none of the adapted layers, such as {layers[0]}"
+                    )
 
     @model_validator(mode="after")
     def _trains_something(self) -> LoraConfig:

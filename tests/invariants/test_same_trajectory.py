@@ -66,6 +66,23 @@ def test_nothing_but_memory_changes(settings, expected, tmp_path):
     assert_same(got, expected, atol=moved * 1e-2)
 
 
+@pytest.mark.parametrize("set_to, passes_of", [("null", 96), ("80", 80)])
+def test_a_micro_batch_is_as_long_as_planned_where_it_is_left_open(set_to, passes_of, expected, tmp_path, monkeypatch):
+    """On a GPU: here the plan is somebody's word for it."""
+    logprobs, seen = Learner._logprobs, []
+
+    def noted(self, micro):
+        seen.append(len(micro.input_ids))
+        return logprobs(self, micro)
+
+    monkeypatch.setattr(Learner, "_logprobs", noted)
+    monkeypatch.setattr(trainer, "check_fits", lambda *_: Mock(micro_batch_limit=96))
+    got = trained(tmp_path / "run", f"optimizer.micro_batch_tokens={set_to}")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["micro_batch_tokens"] for line in lines} == {passes_of} and max(seen) <= passes_of < sum(seen)
+    assert_same(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("settings", [["noise.enabled=false"], ["seed=1"], ["loss.type=grpo"]], ids=lambda s: s[0])
 def test_what_matters_does_change_it(settings, expected, tmp_path):
     got = trained(tmp_path / "run", *settings)

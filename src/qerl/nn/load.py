@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -259,9 +258,7 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
     if not linears:
         raise ValueError(f"the layers of {type(model).__name__} have no nn.Linear to pack or adapt: not supported")
     matched = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]  # the head, too
-    for pattern in config.keep:
-        if not any(fnmatchcase(name, pattern) for name in matched):
-            raise ValueError(f"model.keep: {pattern!r} matches no linear layer; names look like {linears[0]}")
+    config.check_keep(linears, matched)
     format = base_format(config)
     undivided = [
         name
@@ -276,7 +273,7 @@ def plan_linears(model: PreTrainedModel, source: Source, config: ModelConfig) ->
         )
 
     def is_packed(name: str) -> bool:
-        kept = any(fnmatchcase(name, pattern) for pattern in config.keep)
+        kept = config.keeps(name)
         if source.weights.quantization is None:
             return config.format != "bf16" and not kept and name not in undivided
         if kept and source.is_packed(name):

@@ -30,7 +30,6 @@ import copy
 import difflib
 import json
 import math
-import re
 import zlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -178,12 +177,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> PeftModel:
     pattern that matches nothing, or a target outside the decoder layers.
     """
     targets = _targets(model, lora.target_modules)
-    for section in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(lora, section):
-            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):  # PEFT's rule
-                raise ValueError(
-                    f"lora.{section}: {pattern!r} matches none of the adapted layers, such as {targets[0]}"
-                )
+    lora.check_patterns(targets)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,

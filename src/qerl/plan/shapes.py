@@ -8,12 +8,10 @@ tests/unit/plan holds them against loaded models. Leaves out architectures that 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from qerl.config import LoraConfig, ModelConfig, model_folder
+from qerl.config import LoraConfig, ModelConfig, matches_layer, model_folder
 from qerl.engine.model import FAMILIES
 from qerl.formats.checkpoint import Checkpoint
 from qerl.formats.codes import BF16, INT4, MXFP4, NF4, NVFP4
@@ -159,10 +157,7 @@ def shape_of(model: Any, config: ModelConfig, checkpoint: Checkpoint | None = No
             linears = tuple(_linear(model, f"model.layers.{index}", linear) for linear in names)
             products.append(Product(linears, _format(linears, config, checkpoint)))
         layers.append(Layer(*products))
-    names = [linear.name for layer in layers for linear in layer.linears]
-    for pattern in config.keep:
-        if not any(fnmatchcase(linear, pattern) for linear in [*names, "lm_head"]):
-            raise ValueError(f"model.keep: {pattern!r} matches no linear layer; names look like {names[0]}")
+    config.check_keep([linear.name for layer in layers for linear in layer.linears], ["lm_head"])
     return ModelShape(
         name=name,
         hidden=model.hidden_size,
@@ -189,10 +184,7 @@ def adapter_ranks(shape: ModelShape, lora: LoraConfig) -> dict[str, int]:
             there = ", ".join(linear.name.rpartition(".")[2] for linear in shape.layers[0].linears)
             raise ValueError(f"lora.target_modules: no layer is called {target!r}; there are {there}")
     names = [li.name for li in linears if any(_is_target(li, target) for target in lora.target_modules)]
-    for section in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(lora, section):
-            if not any(_matches(name, pattern) for name in names):
-                raise ValueError(f"lora.{section}: {pattern!r} matches none of the adapted layers, such as {names[0]}")
+    lora.check_patterns(names)
     return {name: _rank(name, lora) for name in names}
 
 
@@ -201,11 +193,7 @@ def _is_target(linear: Linear, target: str) -> bool:
 
 
 def _rank(name: str, lora: LoraConfig) -> int:
-    return next((rank for pattern, rank in lora.rank_pattern.items() if _matches(name, pattern)), lora.r)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return next((rank for pattern, rank in lora.rank_pattern.items() if matches_layer(pattern, name)), lora.r)
 
 
 def _linear(model: Any, layer: str, name: str) -> Linear:
@@ -234,5 +222,5 @@ def _format(
         packed = all(checkpoint.is_packed(linear.name) for linear in linears)
         return checkpoint.format_of(linears[0].name) if packed else BF16()
     format = base_format(config)
-    kept = any(fnmatchcase(linear.name, pattern) for linear in linears for pattern in config.keep)
+    kept = any(config.keeps(linear.name) for linear in linears)
     return BF16() if kept or not all(format.fits(linear.rows, linear.columns) for linear in linears) else format
