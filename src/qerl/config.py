@@ -308,6 +308,9 @@ class RolloutConfig(Section):
     """Most sequences that decode at a time."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; off, each of a step's kernels is launched anew (slower, the same tokens)."""
+    speculation: bool = True
+    """With few sequences, decode steps also check guesses of the next tokens, looked up in the texts of the group: the
+    same tokens in fewer steps (docs/engine.md)."""
     batch_invariant: bool = False
     """A completion has the same bits whatever else is in the batch: products in blocks of 64 tokens, prompts cut and
     attended to alone, no completion interrupted. Slower, above all for few sequences (docs/engine.md)."""

@@ -35,12 +35,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
 class Problem:
-    """New tokens of sequences whose pages lie in any order, q, k and v as views of one product's output."""
+    """The last tokens of sequences whose pages lie in any order, q, k and v as views of one product's output."""
 
     def __init__(
         self,
         lengths: list[int],
         *,
+        tokens: int = 1,
         group: int,
         head_dim: int = 64,
         kv_heads: int = 2,
@@ -59,10 +60,11 @@ class Problem:
         table = torch.tensor([[next(order) for _ in range(n)] + [0] * (max(counts) - n) for n in counts])
         heads = kv_heads * group
         self.sizes, self.d = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], head_dim
-        product = random(len(lengths), sum(self.sizes))
+        self.tokens = tokens
+        product = random(len(lengths) * tokens, sum(self.sizes))
         product[:, : heads * head_dim] *= 3
         self.product = product.to(device, dtype)
-        angles = 100 * random(len(lengths), head_dim // 2)
+        angles = 100 * random(len(lengths) * tokens, head_dim // 2)
         q_gain, k_gain = (1 + 0.1 * random(head_dim).to(device) for _ in range(2))
         cos, sin = (x.to(device, dtype) for x in (angles.cos(), angles.sin()))
         self.rotation = Rotation(cos, sin, HeadNorms(q_gain, k_gain, 1e-6) if norms else None)
@@ -72,17 +74,20 @@ class Problem:
             pages *= torch.rand(pages.shape[:-1], generator=generator)[..., None]  # scales that differ
             self.pages, scales = encode(pages.to(device))
             self.scales = scales.transpose(2, 3).contiguous()
-        self.table, self.lengths = table.to(device), torch.tensor(lengths, device=device)
+        ends = torch.tensor(lengths)[:, None] + torch.arange(1 - tokens, 1)
+        self.table, self.lengths = table.to(device), ends.flatten().to(device)  # a query's, its own token included
 
     def run(
         self, attend: Callable[..., torch.Tensor], sequences: slice = slice(None), table: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(y, the pages, the scales) afterwards."""
         pages, scales = self.pages.clone(), None if self.scales is None else self.scales.clone()
-        q, k, v = (x.unflatten(1, (-1, self.d)) for x in self.product[sequences].clone().split(self.sizes, dim=1))
-        rotation = self.rotation._replace(cos=self.rotation.cos[sequences], sin=self.rotation.sin[sequences])
-        rows, _ = locate(self.table[sequences], self.lengths[sequences] - 1, PAGE)
-        lengths = self.lengths[sequences]  # not locate's, since attention reads them ahead of its wait
+        first, last, _ = sequences.indices(len(self.table))
+        queries = slice(first * self.tokens, last * self.tokens)
+        q, k, v = (x.unflatten(1, (-1, self.d)) for x in self.product[queries].clone().split(self.sizes, dim=1))
+        rotation = self.rotation._replace(cos=self.rotation.cos[queries], sin=self.rotation.sin[queries])
+        rows, _ = locate(self.table[sequences], self.lengths[queries] - 1, PAGE)
+        lengths = self.lengths[queries]  # not locate's, since attention reads them ahead of its wait
         to = Destination(pages, rows, scales)
         return attend(q, k, v, rotation, to, self.table[sequences] if table is None else table, lengths), pages, scales
 
@@ -93,10 +98,11 @@ class Problem:
         def attend(q, k, v, rotation, to, table, lengths):
             rotate_and_store_reference_(q, k, v, rotation, to)
             pages = to.pages if to.scales is None else decode(to.pages, to.scales.transpose(2, 3), torch.float32)
-            for of_sequence, columns, length in zip(q.double(), table, lengths, strict=True):
+            columns_of = table.repeat_interleave(self.tokens, 0)
+            for query, columns, length in zip(q.double(), columns_of, lengths, strict=True):
                 rows = pages[:, columns].flatten(1, 2)[:, :length].double()
                 keys, values = rows.repeat_interleave(q.shape[1] // pages.shape[3], 2)
-                scores = torch.einsum("hd,thd->ht", of_sequence, keys) / math.sqrt(self.d)
+                scores = torch.einsum("hd,thd->ht", query, keys) / math.sqrt(self.d)
                 outputs.append(torch.einsum("ht,thd->hd", scores.softmax(1), values))
             return torch.stack(outputs)
 
@@ -106,11 +112,12 @@ class Problem:
         """NaN in every row that no earlier token of a sequence holds, so that reading one shows."""
         nan = torch.nan if self.scales is None else 0x7F
         self.pages[:, 0] = nan
-        for table, length in zip(self.table, self.lengths, strict=True):
+        for table, length in zip(self.table, self.lengths[:: self.tokens], strict=True):
             page, first = table[(length - 1) // PAGE], (length - 1) % PAGE
-            self.pages[:, page, first:] = nan
+            later = table[(length - 1) // PAGE + 1 :]
+            self.pages[:, page, first:] = self.pages[:, later] = nan
             if self.scales is not None:
-                self.scales[:, page, :, first:] = torch.nan
+                self.scales[:, page, :, first:] = self.scales[:, later] = torch.nan
 
 
 def behind(rotate: Callable[..., None], attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -197,6 +204,48 @@ def test_the_kernel_reads_and_writes_codes(group, head_dim, device):
     check_stores(problem, results)
 
 
+SEVERAL = [8, PAGE + 3, 127, 128, 130, 135, 136, 257, 261, 700]
+"""Lengths around those ends for the last 8 tokens: some of them, all, or none see a split."""
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_several_tokens_see_their_own_past_off_the_gpu(tokens, coded):
+    problem = Problem(SEVERAL, tokens=tokens, group=4, coded=coded)
+    close(problem.run(dispatched)[0], problem.exact(), torch.float32)
+
+
+@needs_triton
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(
+    "tokens, group, head_dim, coded", [(2, 7, 128, False), (8, 7, 64, False), (8, 5, 128, False), (4, 1, 64, True)]
+)
+def test_the_kernel_takes_several_tokens_of_a_sequence(tokens, group, head_dim, coded, turns, device, monkeypatch):
+    """Together, or each alone: then with the bits that it has as its sequence's only query."""
+    monkeypatch.setattr("qerl.kernels.attention.paged.turns_of", lambda *_: turns)
+    dtype = torch.float32 if device == "cpu" and group == 1 else torch.bfloat16
+    problem = Problem(SEVERAL, tokens=tokens, group=group, head_dim=head_dim, coded=coded, dtype=dtype, device=device)
+    exact = problem.exact()
+    problem.poison()
+    results = problem.run(paged())
+    close(results[0], exact, dtype)
+    check_stores(problem, results)
+
+    def alone(q, k, v, rotation, to, table, lengths):
+        rotate_and_store_reference_(q, k, v, rotation, to)
+        return decode_attention_kernel()(q, to.pages, table, lengths, to.scales, alone=True)
+
+    def one_by_one(q, k, v, rotation, to, table, lengths):
+        rotate_and_store_reference_(q, k, v, rotation, to)
+        table = table.repeat_interleave(tokens, 0)
+        return decode_attention_kernel()(q, to.pages, table, lengths, to.scales)
+
+    y, *_ = problem.run(alone)
+    close(y, exact, dtype)
+    assert torch.equal(y, problem.run(one_by_one)[0])
+
+
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_norms_heads(device):
@@ -227,7 +276,7 @@ def test_the_kernel_gives_a_sequence_the_same_bits_in_any_company(device):
 
 @needs_triton
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group, head_dim, coded", [(7, 64, False), (7, 64, True), (5, 128, False)])
+@pytest.mark.parametrize("group, head_dim, coded", [(7, 64, False), (7, 64, True), (5, 128, False), (7, 128, False)])
 def test_programs_that_take_several_splits_give_the_same_bits(device, group, head_dim, coded, monkeypatch):
     """Sequences that end in a program's first split, within its turns, and with them; on a GPU many, as sums that
     are added in another order differ in a few numbers of a hundred thousand."""

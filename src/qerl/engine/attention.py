@@ -1,4 +1,4 @@
-"""Causal attention over paged keys and values: of prompts, whole or in chunks, and of one new token a sequence.
+"""Causal attention over paged keys and values: of prompts, whole or in chunks, and of a few new tokens a sequence.
 
     y = softmax(q K^T * scale) V       K, V: of the token's own sequence, up to itself
 
@@ -7,10 +7,10 @@ product gave: they rotate (kernels/rope), store keys and values, attend.
 
     PromptAttention   whole prompts, whose keys and values nobody keeps: the probe's
     ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
-    DecodeAttention   goes over pages (kernels/attention)
+    DecodeAttention   of the last token of each sequence, or the last few: goes over pages (kernels/attention)
 
-`alone`: every sequence in a call of its own, so that its bits depend on its own tokens only; decode attention's kernel
-on a GPU does without.
+`alone`: a token's bits depend on its own sequence, up to itself: every sequence in a call of its own, which decode
+attention's kernel on a GPU does without, and new tokens apart from each other.
 
 Leaves out sliding windows (engine/model.py refuses contexts that would need one).
 """
@@ -129,20 +129,22 @@ class ChunkAttention:
 
 
 class DecodeAttention:
-    """One token of each of b sequences, at the end of its pages."""
+    """As many tokens of each of b sequences, at the end of its pages."""
 
     def __init__(
         self,
         cache: KVCache,
         page_table: Int64[Tensor, "b pages"],
-        positions: Int64[Tensor, " b"],
+        positions: Int64[Tensor, " tokens"],
         *,
         alone: bool = False,
     ) -> None:
-        """positions: of the new token in its sequence; page_table has enough pages for the longest."""
-        self._cache, self._page_table = cache, page_table
+        """positions: of the new tokens in their sequences, one sequence after the other; page_table has enough pages
+        for the longest."""
+        self._cache, self._page_table, self._alone = cache, page_table, alone
         self._rows, self._lengths = locate(page_table, positions, PAGE_SIZE)
-        self._pages = [num_pages(length) for length in self._lengths.tolist()] if alone else None
+        apart = alone and not positions.is_cuda
+        self._pages = [num_pages(length) for length in self._lengths.tolist()] if apart else None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, announcement: Announcement | None = None
@@ -151,10 +153,13 @@ class DecodeAttention:
         pages, scales = self._cache.of_layer(layer)
         rotate_and_store_(q, k, v, rotation, Destination(pages, self._rows, scales))
         if self._pages is None:
-            return decode_attention(q, pages, self._page_table, self._lengths, scales, announcement).flatten(1)
+            return decode_attention(
+                q, pages, self._page_table, self._lengths, scales, announcement, alone=self._alone
+            ).flatten(1)
+        table = self._page_table.repeat_interleave(len(q) // len(self._page_table), 0)
         rows = [slice(i, i + 1) for i in range(len(q))]
         outputs = [
-            decode_attention(q[i], pages, self._page_table[i, :n], self._lengths[i], scales)
+            decode_attention(q[i], pages, table[i, :n], self._lengths[i], scales)
             for i, n in zip(rows, self._pages, strict=True)
         ]
         return torch.cat(outputs).flatten(1)

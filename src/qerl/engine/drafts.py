@@ -74,6 +74,8 @@ class Draft:
     """While it is prefilled: tokens of prompt and completion whose keys and values are in its pages."""
     num_mapped: int = 0
     """Pages that the runner knows."""
+    line: int = -1
+    """The runner's, for its text, while it runs."""
 
     @property
     def age(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from qerl.engine.norms import Gains
 from qerl.engine.probe import probe, probe_tokens
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
+from qerl.engine.speculation import Speculation
 from qerl.engine.vllm.engine import VLLMEngine
 from qerl.kernels.attention import HEAD_DIMS, has_kernel
 from qerl.nn.structure import max_positions
@@ -185,17 +186,22 @@ class PagedEngine:
             return results
         self._check_fit(groups)
         cache, runner = self._prepared(groups, sampling)
+        speculation = Speculation(
+            is_on=self._config.speculation,
+            steps_per_look=runner.steps_per_look,
+            batch_invariant=self._config.batch_invariant,
+        )
         pool = PagePool(cache.num_pages - 1)  # the last page is the runner's spare one
         scheduler = Scheduler(
             groups,
             pool,
             num_slots=self._sizes.slots,
             prefill_tokens=self._config.prefill_tokens,
-            steps_per_look=runner.steps_per_look,
+            tokens_per_look=speculation.tokens_per_look,
             batch_invariant=self._config.batch_invariant,
         )
         while not scheduler.is_done:
-            for draft, completion in step(scheduler, runner):
+            for draft, completion in step(scheduler, runner, speculation):
                 results[draft.group.index][draft.sample] = completion
                 num_done += 1
             if progress is not None:
@@ -228,7 +234,8 @@ class PagedEngine:
         if sizes != self._sizes:
             self._drop()
             self._sizes = sizes
-        self._decoder.reach(sizes.pages_per_slot * PAGE_SIZE)  # more than before: then no graph is left
+        # A page more, for guesses past the end. More than before: then no graph is left.
+        self._decoder.reach((sizes.pages_per_slot + 1) * PAGE_SIZE)
         cache = self._woken_cache()
         captured = (astuple(sampling), self._decoder.norms.per_slot)
         if self._runner is None or captured != self._captured:
@@ -243,6 +250,7 @@ class PagedEngine:
                 max_new_tokens=sizes.max_new_tokens,
                 graphs=self._config.cuda_graphs,
                 batch_invariant=self._config.batch_invariant,
+                speculates=self._config.speculation,
             )
             self._captured = captured
         self._runner.reset()
@@ -305,7 +313,7 @@ class PagedEngine:
         return self._cache
 
 
-def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]:
+def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list[tuple[Draft, Completion]]:
     """Make room, start what fits, decode up to the next look, and return what has ended."""
     running = scheduler.running
     if interrupted := scheduler.reserve():
@@ -317,11 +325,14 @@ def step(scheduler: Scheduler, runner: Runner) -> list[tuple[Draft, Completion]]
     runner.map_pages(scheduler.unmapped_pages())
     if not running:
         return []  # a long prompt is on its way
-    steps = scheduler.num_steps
-    ended = runner.decode(len(running), steps, scheduler.num_context_pages)
+    tokens = speculation.tokens(len(running))
+    steps = min(scheduler.num_tokens, speculation.steps(tokens))
+    ended, counts = runner.decode(len(running), steps, tokens, scheduler.num_context_pages)
+    gone_on = set(range(len(running))) - set(ended)
+    speculation.observe(tokens, steps, [counts[slot] - running[slot].count for slot in gone_on])
     drafts = [running[slot] for slot in ended]
     completions = runner.take(ended, drafts)
-    moves = scheduler.finish(ended, steps)
+    moves = scheduler.finish(ended, counts)
     if ended:
         runner.move(moves, len(running))
     return list(zip(drafts, completions, strict=True))

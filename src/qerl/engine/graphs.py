@@ -6,7 +6,8 @@ A step reads and writes tensors at fixed addresses only (runner.py), so one grap
 slots that a bucket has too many run on a spare page and leave no trace; for pages past a sequence's end, attention
 starts programs that return at once.
 
-    slots   powers of two from MIN_SLOTS on, and all
+    tokens  of each slot: one, or with guesses (speculation.py) some
+    slots   powers of two, and all; from MIN_SLOTS on where each has one token
     pages   all that a sequence can have, a quarter, a sixteenth, ... down to the first whose programs are few (IDLE),
             and not below MIN_PAGES
 
@@ -31,8 +32,8 @@ MIN_PAGES = 8
 IDLE = 2048
 """Programs of which it does not matter how many have nothing to do: a GPU starts as many in a microsecond or two."""
 
-Step = Callable[[int, int], None]
-"""(slots, pages of context) -> nothing: advances the slots' state in place."""
+Step = Callable[[int, int, int], None]
+"""(slots, pages of context, tokens a slot) -> nothing: advances the slots' state in place."""
 
 
 def num_splits(pages: int) -> int:
@@ -40,9 +41,9 @@ def num_splits(pages: int) -> int:
     return -(-pages * PAGE_SIZE // SPLIT_TOKENS)
 
 
-def bucket_slots(num_slots: int, max_slots: int) -> int:
-    """Slots that a GPU's step runs for so many in use."""
-    return min(max(MIN_SLOTS, 1 << (num_slots - 1).bit_length()), max_slots)
+def bucket_slots(num_slots: int, max_slots: int, tokens: int = 1) -> int:
+    """Slots that a GPU's step runs for so many in use, with so many tokens of each."""
+    return min(max(MIN_SLOTS if tokens == 1 else 1, 1 << (num_slots - 1).bit_length()), max_slots)
 
 
 class StepRunner:
@@ -55,28 +56,28 @@ class StepRunner:
         self._max_slots, self._max_pages, self._kv_heads = max_slots, max_pages, kv_heads
         self._bucketed = device.type == "cuda"
         self._use_graphs = graphs and self._bucketed
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph | None] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
 
-    def bucket(self, num_slots: int, pages: int) -> tuple[int, int]:
+    def bucket(self, num_slots: int, pages: int, tokens: int) -> tuple[int, int, int]:
         """The sizes that a step really runs at; the same with and without graphs, so that both give the same bits."""
         if not self._bucketed:
-            return num_slots, pages
-        slots, width = bucket_slots(num_slots, self._max_slots), self._max_pages
+            return num_slots, pages, tokens
+        slots, width = bucket_slots(num_slots, self._max_slots, tokens), self._max_pages
         while (narrower := -(-width // 4)) >= max(MIN_PAGES, pages) and self._minds(slots, width):
             width = narrower
-        return slots, width
+        return slots, width, tokens
 
     def _minds(self, slots: int, pages: int) -> bool:
         """Whether it takes time when most of a table so wide is empty."""
         return self._kv_heads is None or slots * self._kv_heads * num_splits(pages) > IDLE
 
-    def run(self, step: Step, num_slots: int, pages: int) -> None:
-        """One decode step over at least these slots and pages.
+    def run(self, step: Step, num_slots: int, pages: int, tokens: int) -> None:
+        """One decode step over at least these slots and pages, of exactly so many tokens a slot.
 
         The step is no attribute: it belongs to the runner, and a cycle would keep graphs and cache until collected.
         """
-        bucket = self.bucket(num_slots, pages)
+        bucket = self.bucket(num_slots, pages, tokens)
         if not self._use_graphs or bucket not in self._graphs:
             step(*bucket)
             self._graphs[bucket] = None  # it has also sized the buffers and compiled the kernels

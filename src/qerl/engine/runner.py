@@ -4,14 +4,16 @@
               each prompt's last token
     start     drafts enter the next free slots: a new one copies the prompt's partly filled page and draws its first
               token from the prompt's logits, one that comes back takes up its last token
-    decode    one token for every slot in use: embed, attend over pages, sample, record    (graphs.py, without the host)
+    decode    every slot in use: feed its last token (with few slots, guesses of the next ones, speculation.py), embed,
+              attend over pages, sample, record                                            (graphs.py, without the host)
 
 A slot's state is one row of each tensor in `_Slots`; rows 0 .. n-1 are in use (scheduler.py closes holes, `move`
 repeats it here), so a step works on slices at fixed addresses and holds no decision of the host: a CUDA graph replays
 it. The other rows have finished, at position 0 of the spare page, so that a step may run over them. A draft that has
-ended (EOS or length) stays as it is, whatever steps follow, until the host looks: its counters stand still and what is
-drawn for it lands in a spare column. The host looks after every step on a CPU, after several on a GPU, and then learns
-in one transfer who has ended; how far the others are it knows without asking.
+ended (EOS or length) stays as it is, whatever steps follow, until the host looks: after every step on a CPU, after
+several on a GPU, and then learns in one transfer who has ended and how far the others are. A table has one column more
+than the longest sequence has pages, and where no page is mapped it names the spare one: keys and values of guesses past
+a sequence's end go there.
 
 Called by engine.py, which does what the scheduler decided. One runner serves many calls of `generate`, with one cache
 and one set of sampling parameters; nothing of a call is left to the next.
@@ -34,12 +36,16 @@ from qerl.engine.kv_cache import PAGE_SIZE, KVCache
 from qerl.engine.model import Decoder
 from qerl.engine.norms import Gains
 from qerl.engine.sampler import sample, signed_key
+from qerl.engine.speculation import MOST
+from qerl.engine.texts import NOBODY, TextLines
 from qerl.kernels.attention import has_kernel
+from qerl.kernels.lookup import look_up
 from qerl.kernels.slots import Progress, advance_
 from qerl.types import Completion, SamplingParams
 
 STEPS_PER_LOOK = {"cpu": 1}
-"""Decode steps between two looks of the host at who has ended; a look makes a GPU wait, a late look wastes slots."""
+"""Decode steps between two looks of the host at who has ended, at most; a look makes a GPU wait, a late look wastes
+slots."""
 DEFAULT_STEPS_PER_LOOK = 8
 
 
@@ -56,10 +62,10 @@ class _Slots:
     limits: Int64[Tensor, " slots"]
     """max_new_tokens."""
     seeds: Int64[Tensor, " slots"]
+    lines: Int64[Tensor, " slots"]
+    """Of the completions' text (texts.py)."""
     finished: Bool[Tensor, " slots"]
     page_table: Int64[Tensor, "slots pages"]
-    drawn_tokens: Int64[Tensor, "slots columns"]
-    """The completion; one column more than the longest has, for what is drawn after its end."""
     drawn_logprobs: Float32[Tensor, "slots columns"]
     drawn_entropies: Float32[Tensor, "slots columns"]
     gains: Float32[Tensor, "slots sites h"]
@@ -85,8 +91,12 @@ class Runner:
         max_new_tokens: int,
         graphs: bool,
         batch_invariant: bool = False,
+        speculates: bool = True,
     ) -> None:
-        """The cache's last page is the spare one, which no sequence has; graphs: replay decode steps as CUDA graphs."""
+        """The cache's last page is the spare one, which no sequence has; graphs: replay decode steps as CUDA graphs.
+
+        speculates: steps may feed several tokens a sequence.
+        """
         self._decoder, self._cache, self._sampling = decoder, cache, sampling
         self._batch_invariant = batch_invariant
         self._eos_ids = frozenset(eos_ids)
@@ -94,9 +104,11 @@ class Runner:
         self._prompt_logits: dict[int, Float[Tensor, " v"]] = {}
         self.steps_per_look = STEPS_PER_LOOK.get(decoder.device.type, DEFAULT_STEPS_PER_LOOK)
         self._spare_page = cache.num_pages - 1
+        self._ahead = torch.arange(MOST, device=decoder.device)
+        self._lines = TextLines((2 if speculates else 1) * num_slots, pages_per_slot * PAGE_SIZE, decoder.device)
         self._steps = StepRunner(
             max_slots=num_slots,
-            max_pages=pages_per_slot,
+            max_pages=pages_per_slot + 1,
             kv_heads=decoder.kv_heads if has_kernel(decoder.dtype, decoder.head_dim) else None,
             device=decoder.device,
             graphs=graphs,
@@ -112,11 +124,11 @@ class Runner:
             counts=rows(),
             limits=rows(),
             seeds=rows(),
+            lines=rows(),
             finished=rows(dtype=torch.bool),
-            page_table=rows(pages_per_slot),
-            drawn_tokens=rows(max_new_tokens + 1),
-            drawn_logprobs=rows(max_new_tokens + 1, dtype=torch.float32),
-            drawn_entropies=rows(max_new_tokens + 1, dtype=torch.float32),
+            page_table=rows(pages_per_slot + 1),
+            drawn_logprobs=rows(max_new_tokens, dtype=torch.float32),
+            drawn_entropies=rows(max_new_tokens, dtype=torch.float32),
             gains=rows(sites if decoder.norms.per_slot else 0, size, dtype=torch.float32),
         )
         self.reset()
@@ -124,6 +136,7 @@ class Runner:
     def reset(self) -> None:
         """Forget everything, whatever a call that was broken off has left."""
         self._prompt_logits.clear()
+        self._lines.clear()
         self._vacate(0)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -172,6 +185,14 @@ class Runner:
         returning = [draft for draft in started if draft.drawn is not None]
         new = started[len(returning) :]
         assert all(draft.drawn is None for draft in new)
+        groups = [draft.group for draft in started]
+        lines = self._lines.open(
+            [draft.tokens for draft in started],
+            [group.prompt_length for group in groups],
+            [group.index for group in groups],
+        )
+        for draft, line in zip(started, lines, strict=True):
+            draft.line = line
         numbers = [
             (
                 draft.drawn.token_ids[-1] if draft.drawn else 0,
@@ -179,12 +200,13 @@ class Runner:
                 draft.count if draft.drawn else 0,
                 draft.limit,
                 signed_key(draft.seed),
+                draft.line,
             )
             for draft in started
         ]
         columns = torch.tensor(numbers, dtype=torch.int64).to(self._decoder.device).unbind(1)
-        fed = (slots.tokens, slots.positions, slots.counts, slots.limits, slots.seeds)
-        for rows, column in zip(fed, columns, strict=True):
+        state = (slots.tokens, slots.positions, slots.counts, slots.limits, slots.seeds, slots.lines)
+        for rows, column in zip(state, columns, strict=True):
             rows.copy_(column)
         slots.finished.zero_()
         if norms.per_slot:
@@ -215,27 +237,45 @@ class Runner:
             slot, place, page = torch.tensor(pages, device=self._decoder.device).T
             self._slots.page_table[slot, place] = page
 
-    def decode(self, num_slots: int, steps: int, pages: int) -> list[int]:
-        """Some steps of all slots in use, then a look: the slots whose completion has ended.
+    def decode(self, num_slots: int, steps: int, tokens: int, pages: int) -> tuple[list[int], list[int]]:
+        """Some steps of all slots in use, then a look: the slots whose completion has ended, and how many tokens each
+        slot's completion has.
 
-        pages: as many as the longest sequence has after the last of these steps.
+        tokens: of each slot in a step; pages: as many as the longest sequence has, with room for all that it can gain.
         """
         for _ in range(steps):
-            self._steps.run(self._step, num_slots, pages)
-        return self._slots.finished[:num_slots].nonzero()[:, 0].tolist()
+            self._steps.run(self._step, num_slots, pages + 1, tokens)
+        finished, counts = torch.stack((self._slots.finished.long(), self._slots.counts))[:, :num_slots].tolist()
+        return [slot for slot, ended in enumerate(finished) if ended], counts
 
-    def _step(self, num_slots: int, pages: int) -> None:
+    def _step(self, num_slots: int, pages: int, each: int) -> None:
         decoder, slots = self._decoder, self._slots.range(0, num_slots)
         gains = Gains(slots.gains.transpose(0, 1) if decoder.norms.per_slot else decoder.norms.shared)
-        alone = self._batch_invariant and decoder.device.type != "cuda"
-        attend = DecodeAttention(self._cache, slots.page_table[:, :pages], slots.positions, alone=alone)
-        hidden = decoder.forward(slots.tokens, slots.positions, gains, attend)
-        self._sample(slots, decoder.logits(hidden))
+        tokens, positions, fed = slots.tokens, slots.positions, None
+        if each > 1:
+            fed = look_up(self._lines.texts, slots.lines, each)
+            tokens, positions = fed.flatten(), self._following(slots.positions, each)
+            if decoder.norms.per_slot:
+                gains = gains._replace(index=torch.arange(num_slots, device=decoder.device).repeat_interleave(each))
+        attend = DecodeAttention(self._cache, slots.page_table[:, :pages], positions, alone=self._batch_invariant)
+        self._sample(slots, decoder.logits(decoder.forward(tokens, positions, gains, attend)), fed)
 
-    def _sample(self, slots: _Slots, logits: Float[Tensor, "slots v"]) -> None:
-        """Draw and note one token a slot; slots that had ended before stay as they are."""
-        sampled = sample(logits, slots.seeds, slots.counts, self._sampling, batch_invariant=self._batch_invariant)
-        advance_(Progress(*(getattr(slots, name) for name in Progress._fields)), *sampled, self._eos)
+    def _sample(
+        self, slots: _Slots, logits: Float[Tensor, "tokens v"], fed: Int64[Tensor, "slots each"] | None = None
+    ) -> None:
+        """Draw, and note what counts; slots that had ended before stay as they are. fed: as `advance_` has it."""
+        seeds, counts = slots.seeds, slots.counts
+        if fed is not None:
+            each = fed.shape[1]
+            seeds, counts = seeds.repeat_interleave(each), self._following(counts, each)
+        sampled = sample(logits, seeds, counts, self._sampling, batch_invariant=self._batch_invariant)
+        texts, drawn = self._lines.texts, (slots.drawn_logprobs, slots.drawn_entropies)
+        state = (slots.tokens, slots.positions, slots.counts, slots.limits, slots.lines, slots.finished, *drawn)
+        advance_(Progress(*state, texts.tokens, texts.lengths), *sampled, self._eos, fed)
+
+    def _following(self, first: Int64[Tensor, " slots"], each: int) -> Int64[Tensor, " tokens"]:
+        """first, first + 1, .. for each slot."""
+        return (first[:, None] + self._ahead[:each]).flatten()
 
     def take(self, slots: Sequence[int], drafts: Sequence[Draft]) -> list[Completion]:
         """What the drafts in these slots have drawn, before they last gave their pages back and since."""
@@ -243,16 +283,21 @@ class Runner:
             return []
         index = torch.tensor(slots, device=self._decoder.device)
         counts = self._slots.counts[index].tolist()
-        drawn = (self._slots.drawn_tokens, self._slots.drawn_logprobs, self._slots.drawn_entropies)
-        columns = (rows[index, : max(counts)].tolist() for rows in drawn)
+        columns = (
+            rows[index, : max(counts)].tolist() for rows in (self._slots.drawn_logprobs, self._slots.drawn_entropies)
+        )
+        starts = [draft.group.prompt_length for draft in drafts]
+        lines = [draft.line for draft in drafts]
+        texts = self._lines.read(lines, max(map(sum, zip(starts, counts, strict=True))))
+        self._lines.close(lines)
         completions = []
-        for draft, count, *since in zip(drafts, counts, *columns, strict=True):
+        for draft, count, start, text, *since in zip(drafts, counts, starts, texts, *columns, strict=True):
             before = draft.drawn or empty_completion()
             num_before = len(before.token_ids)
-            ids, logprobs, entropies = (
-                old + new[num_before:count]
-                for old, new in zip((before.token_ids, before.logprobs, before.entropies), since, strict=True)
+            logprobs, entropies = (
+                old + new[num_before:count] for old, new in zip((before.logprobs, before.entropies), since, strict=True)
             )
+            ids = text[start : start + count]
             reason = "stop" if ids[-1] in self._eos_ids else "length"
             completions.append(Completion(ids, logprobs, entropies, reason))
         return completions
@@ -271,4 +316,5 @@ class Runner:
         empty.page_table.fill_(self._spare_page)
         empty.positions.zero_()
         empty.counts.zero_()
+        empty.lines.fill_(NOBODY)
         empty.finished.fill_(True)

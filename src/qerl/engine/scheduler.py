@@ -53,20 +53,20 @@ class Scheduler:
         *,
         num_slots: int,
         prefill_tokens: int,
-        steps_per_look: int,
+        tokens_per_look: int,
         batch_invariant: bool = False,
     ) -> None:
-        """prefill_tokens: budget of a step; steps_per_look: most decode steps between two calls of `reserve`.
+        """prefill_tokens: budget of a step; tokens_per_look: most that a draft gains between two calls of `reserve`.
 
         batch_invariant: where a prompt is cut depends on itself alone, and no draft is interrupted, since those that
         run can always go on to their end.
         """
-        assert steps_per_look < LOOKAHEAD
+        assert tokens_per_look < LOOKAHEAD
         self._batch_invariant = batch_invariant
         self.waiting = deque(Draft(group, sample) for group in groups for sample in range(group.num_fresh))
         self.running: list[Draft] = []
         self._pool, self._num_slots = pool, num_slots
-        self._prefill_tokens, self._steps_per_look = prefill_tokens, steps_per_look
+        self._prefill_tokens, self._tokens_per_look = prefill_tokens, tokens_per_look
 
     @property
     def is_done(self) -> bool:
@@ -74,9 +74,9 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def num_steps(self) -> int:
-        """Decode steps up to the next look: no more than some draft can use."""
-        return min(self._steps_per_look, max(draft.limit - draft.count for draft in self.running))
+    def num_tokens(self) -> int:
+        """Most that a draft can use up to the next look."""
+        return min(self._tokens_per_look, max(draft.limit - draft.count for draft in self.running))
 
     @property
     def num_context_pages(self) -> int:
@@ -91,7 +91,7 @@ class Scheduler:
         by_age = sorted(self.running, key=lambda draft: draft.age)
         num_ready = 0
         while num_ready < len(by_age):
-            missing = by_age[num_ready].missing_pages(self._steps_per_look)
+            missing = by_age[num_ready].missing_pages(self._tokens_per_look)
             if missing <= self._pool.num_free:
                 by_age[num_ready].pages += self._pool.allocate(missing)
                 num_ready += 1
@@ -147,10 +147,10 @@ class Scheduler:
             draft.num_mapped = len(draft.pages)
         return unmapped
 
-    def finish(self, slots: Sequence[int], steps: int) -> Moves:
-        """After so many decode steps: end the completions in these slots, and close the holes."""
-        for draft in self.running:
-            draft.count += steps
+    def finish(self, slots: Sequence[int], counts: Sequence[int]) -> Moves:
+        """After decode steps: end the completions in these slots, and close the holes. counts: every slot's tokens."""
+        for draft, count in zip(self.running, counts, strict=True):
+            draft.count = count
         for slot in slots:
             draft = self.running[slot]
             draft.group.num_running -= 1
@@ -176,7 +176,7 @@ class Scheduler:
     def _open(self, draft: Draft) -> None:
         """Share the prompt's full pages with a draft, and give it those of its next steps."""
         shared = draft.group.pages[: draft.group.full_pages]
-        new = self._pool.allocate(draft.missing_pages(1 + self._steps_per_look))  # a new one's start draws a token
+        new = self._pool.allocate(draft.missing_pages(1 + self._tokens_per_look))  # a new one's start draws a token
         self._pool.share(shared)
         draft.pages, draft.num_written = shared + new, len(shared) * PAGE_SIZE
 

@@ -37,6 +37,7 @@ from qerl.engine.budget import num_pool_pages
 from qerl.engine.graphs import bucket_slots, num_splits
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
 from qerl.engine.model import TABLE_STEP
+from qerl.engine.speculation import TOKENS
 from qerl.formats import nf4
 from qerl.formats.codes import INT4, NF4, NVFP4
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
@@ -293,8 +294,9 @@ def engine_copies(shape: ModelShape, ranks: Mapping[str, int], target: Target, l
         if all(linear.has_bias for linear in product.linears):
             total += b * sum(product.rows)
     sites = len(shape.layers) * 2 * shape.hidden
-    positions = _round_up(num_pages(longest) * PAGE_SIZE, TABLE_STEP)  # of each cosines and sines, for half of a head
-    return total + _FP32 * (shape.num_norm_weights + sites) + b * positions * shape.head_dim
+    reached = (num_pages(longest) + 1) * PAGE_SIZE
+    angles = _round_up(reached, TABLE_STEP) * shape.head_dim  # cosines and sines of half a head
+    return total + _FP32 * (shape.num_norm_weights + sites) + b * angles
 
 
 def _head(shape: ModelShape) -> Product:
@@ -358,7 +360,8 @@ def _sampling_parts(
     """max_slots: of the largest call, which all have."""
     b, slots = target.activation_bytes, _slots(config, call)
     slot_pages = num_pages(prompt + new)
-    state = 5 * 8 + 1 + 8 * slot_pages + (8 + 4 + 4) * (new + 1)  # _Slots of engine/runner.py
+    state = 6 * 8 + 1 + 8 * (slot_pages + 1) + (4 + 4) * new  # _Slots of engine/runner.py
+    state += (2 if config.rollout.speculation else 1) * (3 * 8 + 4 * slot_pages * PAGE_SIZE)  # lines of engine/texts.py
     state += _FP32 * len(shape.layers) * 2 * shape.hidden if call.noise_per_slot else 0
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Within SwiGLU: gate, up and its result; x, the norm's output and the last block's; q, k, v live on as locals.
@@ -366,6 +369,8 @@ def _sampling_parts(
     # One row a group, then one a completion.
     prompt_logits = (slots + min(call.num_prompts, slots)) * shape.vocabulary
     decoded = bucket_slots(slots, max_slots) if target.on_gpu else slots
+    if config.rollout.speculation:  # a step of fewer slots may feed more tokens
+        decoded = max([decoded, *(few * tokens for few, tokens in TOKENS.items() if few < 2 * slots)])
     rows = _round_up(decoded, BLOCK) if config.rollout.batch_invariant else decoded
     # Decode attention's splits leave a sum each, its weight and largest score (kernels/attention), where they run.
     splits = decoded * shape.heads * num_splits(slot_pages) * (shape.head_dim + 2) * _FP32 if target.on_gpu else 0

@@ -186,7 +186,7 @@ def test_rotary_angles_are_there_for_what_calls_ask(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("qerl.engine.model.TABLE_STEP", 16)
     engine = build_engine(model, eos_ids=[], config=RolloutConfig())
     assert [engine.generate(r, SamplingParams()) for r in (short, long)] == expected
-    assert len(engine._decoder._angles) == 80  # five pages
+    assert len(engine._decoder._angles) == 96  # five pages, and one for guesses
 
 
 def test_same_seed_same_tokens_other_seed_other_tokens() -> None:
@@ -237,12 +237,12 @@ def test_slots_that_a_bucket_has_too_many_leave_no_trace(monkeypatch: pytest.Mon
     exact = paged(model, eos_ids=range(6), max_batch_size=11)
     exact.sync(NoiseDraw(seed=3, step=2, sigma=5e-2, per="completion"))
     expected = exact.generate(asked, SAMPLING)
-    sizes: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    sizes: list[tuple[tuple[int, int], tuple[int, int, int]]] = []
     bucket = StepRunner.bucket
 
-    def rounded_up(steps: StepRunner, num_slots: int, pages: int) -> tuple[int, int]:
+    def rounded_up(steps: StepRunner, num_slots: int, pages: int, tokens: int) -> tuple[int, int, int]:
         steps._bucketed = True
-        sizes.append(((num_slots, pages), bucket(steps, num_slots, pages)))
+        sizes.append(((num_slots, pages), bucket(steps, num_slots, pages, tokens)))
         return sizes[-1][1]
 
     monkeypatch.setattr(StepRunner, "bucket", rounded_up)
@@ -266,7 +266,7 @@ def test_few_buckets_hold_every_step(num_slots: int, max_pages: int, kv_heads: i
     device = torch.device("cpu")
     steps = StepRunner(max_slots=300, max_pages=max_pages, kv_heads=kv_heads, device=device, graphs=False)
     steps._bucketed = True
-    sizes = [steps.bucket(num_slots, pages) for pages in range(1, max_pages + 1)]
+    sizes = [steps.bucket(num_slots, pages, 1)[:2] for pages in range(1, max_pages + 1)]
     assert sorted({run for _, run in sizes}) == rungs
     for pages, (slots, run) in enumerate(sizes, 1):
         assert num_slots <= slots <= max(8, 2 * num_slots) and run == min(rung for rung in rungs if rung >= pages)
@@ -276,6 +276,7 @@ def test_few_buckets_hold_every_step(num_slots: int, max_pages: int, kv_heads: i
 def test_a_bucket_runs_once_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against stand-ins for CUDA. A step that fails has warmed nothing up, and a capture that fails is none."""
     events: list[object] = []
+    used: list[int] = []
 
     class Graph:
         def replay(self) -> None:
@@ -292,15 +293,16 @@ def test_a_bucket_runs_once_is_captured_once_and_replayed(monkeypatch: pytest.Mo
     steps = StepRunner(max_slots=20, max_pages=9, kv_heads=2, device=torch.device("cuda"), graphs=True)
     fails = True
 
-    def step(slots: int, pages: int) -> None:
+    def step(slots: int, pages: int, tokens: int) -> None:
         events.append((slots, pages, gc.isenabled()))
+        used.append(tokens)
         if fails:
             raise KeyboardInterrupt
 
-    def run(num_slots: int) -> list[object]:
+    def run(num_slots: int, tokens: int = 1) -> list[object]:
         events.clear()
         with suppress(KeyboardInterrupt):
-            steps.run(step, num_slots, 3)
+            steps.run(step, num_slots, 3, tokens)
         return list(events)
 
     assert run(2) == [(8, 9, True)]
@@ -315,6 +317,8 @@ def test_a_bucket_runs_once_is_captured_once_and_replayed(monkeypatch: pytest.Mo
     assert run(12) == [(16, 9, True)] and run(17) == [(20, 9, True)]
     *_, other = run(20)
     assert other is not graph and run(18) == [other] and run(8) == [graph]
+    assert run(8, 2) == [(8, 9, True)] and run(8, 2)[0] == "capture" and run(8, 2) != [graph] == run(8)
+    assert used == [1] * 7 + [2, 2]
 
 
 @pytest.mark.parametrize("where", ["capture", "replay"])
@@ -339,16 +343,16 @@ def test_no_memory_for_a_graph_is_what_no_memory_for_a_tensor_is(where: str, mon
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     steps = StepRunner(max_slots=8, max_pages=9, kv_heads=2, device=torch.device("cuda"), graphs=True)
-    steps.run(lambda *_: None, 8, 9)
+    steps.run(lambda *_: None, 8, 9, 1)
     for failure, told in (
         (RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError),
         (torch.OutOfMemoryError("Tried to allocate 2 GiB"), torch.OutOfMemoryError),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
     ):
         with pytest.raises(RuntimeError) as caught:
-            steps.run(lambda *_: None, 8, 9)
+            steps.run(lambda *_: None, 8, 9, 1)
         assert type(caught.value) is told and str(failure) in str(caught.value)
-        assert steps._graphs == {(8, 9): None}
+        assert steps._graphs == {(8, 9, 1): None}
 
 
 def test_a_split_of_decode_attention_is_what_the_kernel_takes() -> None:

@@ -22,6 +22,7 @@ from qerl.engine.graphs import StepRunner
 from qerl.engine.kv_cache import KVCache
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler
+from qerl.engine.speculation import Speculation
 from qerl.nn.lora import LoraLinear, adapters_disabled
 from qerl.noise import NoiseDraw
 from qerl.types import Completion, Request, SamplingParams
@@ -69,7 +70,8 @@ def test_a_small_pool_gives_the_tokens_of_a_large_one(
     steps_per_look: int, interrupted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qerl.engine.runner.STEPS_PER_LOOK", {"cpu": steps_per_look})
-    monkeypatch.setattr("qerl.engine.scheduler.LOOKAHEAD", 8)  # careless, so that drafts give way again and again
+    lookahead = 1 + Speculation(is_on=True, steps_per_look=steps_per_look).tokens_per_look
+    monkeypatch.setattr("qerl.engine.scheduler.LOOKAHEAD", lookahead)  # careless, so that drafts give way all the time
     model = policy("qwen2")
     asked = requests(5, 40, 16, samples=3, max_new_tokens=120)
     large = engine_of(model).generate(asked, SAMPLING)
@@ -345,7 +347,9 @@ def test_a_call_that_was_broken_off_leaves_nothing_behind(monkeypatch: pytest.Mo
     few, many = requests(20, samples=2), requests(9, 30, 7, samples=4, max_new_tokens=40)
     first = engine.generate(few, SAMPLING)
     # As on a GPU, where a step runs over slots that are not in use: what was left in them would write to pages.
-    monkeypatch.setattr(StepRunner, "bucket", lambda steps, num_slots, pages: (steps._max_slots, steps._max_pages))
+    monkeypatch.setattr(
+        StepRunner, "bucket", lambda steps, num_slots, pages, tokens: (steps._max_slots, steps._max_pages, tokens)
+    )
 
     def stop(done: int, total: int) -> None:
         if done:

@@ -17,6 +17,7 @@ from qerl.engine.engine import step
 from qerl.engine.kv_cache import PAGE_SIZE, KVCache, PagePool, num_pages
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import LOOKAHEAD, Scheduler
+from qerl.engine.speculation import Speculation
 from qerl.types import Completion, Request
 
 
@@ -25,7 +26,12 @@ def group(prompt: int, samples: int, max_new: int, index: int = 0) -> Group:
 
 
 def scheduler_of(groups: list[Group], pool: PagePool, num_slots: int = 8, prefill_tokens: int = 8192) -> Scheduler:
-    return Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, steps_per_look=1)
+    return Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, tokens_per_look=1)
+
+
+def after(scheduler: Scheduler, tokens: int) -> list[int]:
+    """Everyone's tokens when each has gained so many."""
+    return [draft.count + tokens for draft in scheduler.running]
 
 
 def next_token(seed: int, context: Sequence[int]) -> int:
@@ -98,10 +104,11 @@ class TokenRunner(Runner):
         for slot, place, page in pages:
             self.slots[slot].table[place] = page
 
-    def decode(self, num_slots: int, steps: int, pages: int) -> list[int]:
+    def decode(self, num_slots: int, steps: int, tokens: int, pages: int) -> tuple[list[int], list[int]]:
+        """In each step slots gain up to `tokens` tokens, as with guesses of which some are right."""
         assert num_slots == len(self.slots)
-        for _ in range(steps):
-            for slot in self.slots:
+        for slot in [slot for slot in self.slots for _ in range(steps)]:
+            for _ in range(1 + hash((slot.draft.age, len(slot.drawn))) % tokens):
                 position = slot.draft.group.prompt_length + len(slot.drawn) - 1
                 assert position // PAGE_SIZE < pages
                 self.write(slot.table, position, slot.drawn[-1])  # slots that have ended write too
@@ -109,7 +116,8 @@ class TokenRunner(Runner):
                 assert context == slot.draft.group.tokens + slot.drawn
                 if not slot.finished:
                     slot.drawn.append(next_token(slot.draft.seed, context))
-        return [i for i, slot in enumerate(self.slots) if slot.finished]
+        ended = [i for i, slot in enumerate(self.slots) if slot.finished]
+        return ended, [len(slot.drawn) for slot in self.slots]
 
     def take(self, slots: Sequence[int], drafts: Sequence[Draft]) -> list[Completion]:
         assert [self.slots[slot].draft for slot in slots] == list(drafts)
@@ -153,13 +161,13 @@ def test_any_load_gives_every_completion_once_and_its_own_tokens(
 ) -> None:
     groups = [group(*shape, index=i) for i, shape in enumerate(shapes)]
     pool = PagePool(max(pages_alone(prompt, new) for prompt, _, new in shapes) + spare)
-    scheduler = Scheduler(
-        groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, steps_per_look=steps_per_look
-    )
+    speculation = Speculation(is_on=steps_per_look % 2 == 0, steps_per_look=steps_per_look)
+    ahead = speculation.tokens_per_look
+    scheduler = Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, tokens_per_look=ahead)
     runner, results = TokenRunner(), {}
     while not scheduler.is_done:
-        with patch("qerl.engine.scheduler.LOOKAHEAD", 9):  # so careless that drafts give way all the time
-            ended = step(scheduler, runner)
+        with patch("qerl.engine.scheduler.LOOKAHEAD", ahead + 1):  # so careless that drafts give way all the time
+            ended = step(scheduler, runner, speculation)
         for draft, completion in ended:
             assert draft.age not in results
             results[draft.age] = completion.token_ids
@@ -181,8 +189,8 @@ def test_pages_of_a_group_are_shared_up_to_the_partial_one() -> None:
     own = [page for draft in admission.started for page in draft.pages[2:]] + one.pages[2:]
     assert len(set(own)) == len(own) == 4  # only what the next step needs
     assert pool.num_free == 40 - 3 - 3
-    scheduler.finish([2], steps=1)
-    scheduler.finish([0, 1], steps=1)
+    scheduler.finish([2], after(scheduler, 1))
+    scheduler.finish([0, 1], after(scheduler, 1))
     assert scheduler.is_done
     pool.assert_all_free()
 
@@ -194,7 +202,7 @@ def test_pages_come_as_tokens_do() -> None:
     assert scheduler.unmapped_pages() == [(0, 0, draft.pages[0]), (0, 1, draft.pages[1])]
     sizes = []
     for _ in range(39):
-        scheduler.finish([], steps=1)
+        scheduler.finish([], after(scheduler, 1))
         assert scheduler.reserve() == []
         sizes.append(len(draft.pages))
     assert sizes == sorted(sizes) and sizes[-1] == num_pages(PAGE_SIZE + 40) and sizes[13] == 2
@@ -206,15 +214,15 @@ def test_a_group_larger_than_the_slots_is_prefilled_once() -> None:
     scheduler = scheduler_of([group(5, 5, 4), group(5, 1, 4, index=1)], pool, num_slots=2)
     admission = scheduler.admit()
     assert len(admission.chunks) == 1 and len(admission.started) == 2
-    scheduler.finish([0], steps=0)
+    scheduler.finish([0], after(scheduler, 0))
     again = scheduler.admit()
     assert again.chunks == [] and [draft.sample for draft in again.started] == [2]
-    scheduler.finish([0, 1], steps=0)  # for a moment nothing of the group runs
+    scheduler.finish([0, 1], after(scheduler, 0))  # for a moment nothing of the group runs
     last = scheduler.admit()
     assert last.chunks == [] and [draft.sample for draft in last.started] == [3, 4]
-    scheduler.finish([1], steps=0)
+    scheduler.finish([1], after(scheduler, 0))
     assert [chunk.group.index for chunk in scheduler.admit().chunks] == [1]
-    scheduler.finish([0, 1], steps=0)
+    scheduler.finish([0, 1], after(scheduler, 0))
     pool.assert_all_free()
 
 
@@ -224,10 +232,11 @@ def test_the_youngest_gives_way_and_the_oldest_never() -> None:
         g.request.seeds = [s for s in range(200) if len(expected(g, s)) == 150][: len(g.request.seeds)]
     pool = PagePool(17)  # enough to start all three, and too little for two of full length
     scheduler, runner = scheduler_of(groups, pool), TokenRunner()
+    plain = Speculation(is_on=False, steps_per_look=1)
     interrupted, ended = [], []
     while not scheduler.is_done:
         before = {draft.age for draft in scheduler.running}
-        done = [draft.age for draft, _ in step(scheduler, runner)]
+        done = [draft.age for draft, _ in step(scheduler, runner, plain)]
         interrupted += sorted(before - {draft.age for draft in scheduler.running} - set(done))
         ended += done
     assert interrupted == [(1, 0), (0, 1)] and ended == [(0, 0), (0, 1), (1, 0)]
@@ -241,7 +250,7 @@ def test_a_draft_that_comes_back_shares_the_prompt_and_prefills_the_rest() -> No
     others = pool.allocate(pool.num_free)
     slots = []
     while not slots:
-        scheduler.finish([], steps=1)
+        scheduler.finish([], after(scheduler, 1))
         slots = scheduler.reserve()
     (youngest,) = (scheduler.running[slot] for slot in slots)
     count = youngest.count
@@ -280,13 +289,13 @@ def test_a_long_prompt_runs_in_pieces_and_others_fill_the_budget() -> None:
 def test_moves_fill_the_holes_from_the_end() -> None:
     scheduler = scheduler_of([group(1, 6, 1)], PagePool(10))
     scheduler.admit()
-    moves = scheduler.finish([1, 4, 3], steps=0)
+    moves = scheduler.finish([1, 4, 3], after(scheduler, 0))
     assert sorted(moves) == [(5, 1)]
     assert [draft.sample for draft in scheduler.running] == [0, 5, 2]
     scheduler = scheduler_of([group(1, 6, 1)], PagePool(10))
     scheduler.admit()
     state = list(range(6))
-    for source, target in scheduler.finish([0, 2], steps=0):
+    for source, target in scheduler.finish([0, 2], after(scheduler, 0)):
         state[target] = state[source]
     assert state[:4] == [draft.sample for draft in scheduler.running]
 

@@ -14,14 +14,15 @@ _COPY_BYTES = 1 << 21
 
 
 def decode_attention_reference(
-    q: Float[Tensor, "b heads d"],
+    q: Float[Tensor, "queries heads d"],
     pages: Float[Tensor, "2 pages page_size kv_heads d"] | UInt8[Tensor, "2 pages page_size kv_heads d"],
     page_table: Int64[Tensor, "b columns"],
-    lengths: Int64[Tensor, " b"],
+    lengths: Int64[Tensor, " queries"],
     scales: Float32[Tensor, "2 pages kv_heads page_size"] | None = None,
-) -> Float[Tensor, "b heads d"]:
-    """`decode_attention`, some sequences at a time. Rows past a sequence's end must be finite."""
+) -> Float[Tensor, "queries heads d"]:
+    """`decode_attention`, some queries at a time, each alone. Rows past a sequence's end must be finite."""
     kv_heads = pages.shape[3]
+    page_table = page_table.repeat_interleave(len(q) // len(page_table), 0)
     num_rows = page_table.shape[1] * pages.shape[2]
     past = torch.arange(num_rows, device=q.device) >= lengths[:, None]
     mask = torch.zeros(past.shape, dtype=q.dtype, device=q.device).masked_fill_(past, -torch.inf)[:, None, None]

@@ -49,6 +49,7 @@ def sample_fused(
     chunks = -(-size // chunk)
     mask = logits if kept is None else kept.view(torch.uint8)
     assert logits.stride(1) == mask.stride(1) == 1
+    assert all(x.is_contiguous() for x in (temperatures, seeds, counts))
     m, s, t, best = torch.empty(4, rows, chunks, dtype=torch.float32, device=logits.device)
     entries = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -1,14 +1,17 @@
 """slots: what a decode step does with its sequences' small state, in one kernel at either end.
 
-    locate      position p of each sequence -> its row among all pages' rows, and its length p + 1
-    advance_    a drawn token of each sequence -> noted, fed next, counted; which sequences have ended
+    locate      positions of T tokens of each sequence -> their rows among all pages' rows, and lengths up to them
+    advance_    tokens drawn for each sequence -> noted, counted, the last one fed next; which sequences have ended
 
-    drawn_tokens[i, counts[i]] = tokens[i] = drawn[i]                      (so for logprobs and entropies)
-    counts[i] += 1, positions[i] += 1                                      where i had not ended before
-    finished[i] |= drawn[i] in eos or counts[i] == limits[i]
+A step feeds T tokens a sequence, the last one drawn and guesses of what follows it, and draws T: tokens[i, t] follows
+fed[i, t]. Drawn tokens count up to the first one that was guessed wrong, itself included, or that ends the sequence:
 
-Contract: integers are int64, as torch's indices are. A sequence that had ended stands still: what is drawn for it lands
-in the column after its last, which has to be there.
+    n[i] = 1 + the number of t in a row, from 0, where tokens[i, t] == fed[i, t + 1] does not end i     (0: had ended)
+    for t < n[i]: texts[lines[i], positions[i] + 1 + t] = tokens[i, t],  drawn_*[i, counts[i] + t] = ..
+    counts[i] += n[i], positions[i] += n[i], lengths[lines[i]] = positions[i] + 1, tokens[i] = the last of n[i]
+    finished[i] |= tokens[i, t] in eos or counts[i] + t + 1 == limits[i], for the last of them
+
+Contract: integers are int64, as torch's indices are, but texts int32. A sequence that had ended stands still.
 
     device            path
     CUDA              fused.py: Triton
@@ -28,9 +31,9 @@ __all__ = ["Progress", "advance_", "locate"]
 
 
 def locate(
-    page_table: Int64[Tensor, "b pages"], positions: Int64[Tensor, " b"], page_size: int
-) -> tuple[Int64[Tensor, " b"], Int64[Tensor, " b"]]:
-    """(row, length) of each sequence."""
+    page_table: Int64[Tensor, "b pages"], positions: Int64[Tensor, " tokens"], page_size: int
+) -> tuple[Int64[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
+    """(row, length) of each token; the tokens are as many of each sequence, one sequence after the other."""
     if positions.is_cuda:
         from qerl.kernels.slots.fused import locate_fused  # Triton is there where CUDA is
 
@@ -40,15 +43,19 @@ def locate(
 
 def advance_(
     progress: Progress,
-    tokens: Int64[Tensor, " b"],
-    logprobs: Float32[Tensor, " b"],
-    entropies: Float32[Tensor, " b"],
+    tokens: Int64[Tensor, " tokens"],
+    logprobs: Float32[Tensor, " tokens"],
+    entropies: Float32[Tensor, " tokens"],
     eos: Int64[Tensor, " ids"],
+    fed: Int64[Tensor, "b t"] | None = None,
 ) -> None:
-    """Note one drawn token a sequence, in place."""
+    """Note the drawn tokens that count, in place: t of each sequence, one sequence after the other.
+
+    fed: what they follow (None: one token a sequence, which always counts).
+    """
     if tokens.is_cuda:
         from qerl.kernels.slots.fused import advance_fused_  # Triton is there where CUDA is
 
-        advance_fused_(progress, tokens, logprobs, entropies, eos)
+        advance_fused_(progress, tokens, logprobs, entropies, eos, fed)
     else:
-        advance_reference_(progress, tokens, logprobs, entropies, eos)
+        advance_reference_(progress, tokens, logprobs, entropies, eos, fed)
