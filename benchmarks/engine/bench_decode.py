@@ -170,7 +170,7 @@ def bench(model: nn.Module, size: str, rank: int, fmt: str, args: argparse.Names
     sampling = SamplingParams(temperature=1.0)
     settings = {"kv_cache_dtype": args.kv_cache_dtype, "head_format": args.head_format}
     prompt, new = window(args.prompt, args.new, args.steps)
-    config = RolloutConfig.model_validate({**settings, "max_completion_length": new})
+    config = RolloutConfig.model_validate({**settings, "max_completion_length": new, "speculation": False})
     print(f"{size} {fmt}:", *(f"{name} {value}" for name, value in settings.items()))
     for batch in args.batch:
         engine = PagedEngine(model, eos_ids=[vocabulary], config=config)

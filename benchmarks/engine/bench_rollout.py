@@ -37,7 +37,7 @@ def bench(size: str, args: argparse.Namespace) -> dict[str, Any]:
     """The record of one model."""
     sampling, vocabulary = SamplingParams(temperature=1.0), SIZES[size].vocabulary
     model = policy(size, args.format, args.rank)
-    config = RolloutConfig(max_completion_length=args.longest)
+    config = RolloutConfig(max_completion_length=args.longest, speculation=False)
     generator = torch.Generator().manual_seed(1)
     ends = torch.randperm(vocabulary, generator=generator)[: MEAN_SHARE * vocabulary // args.longest].tolist()
     engine = PagedEngine(model, eos_ids=ends, config=config)

@@ -3,10 +3,10 @@
     python benchmarks/engine/bench_speculation.py MODEL_FOLDER GSM8K_FOLDER [--rollouts 1x1 1x8 16x8] [--new 1024]
                                                   [--format nvfp4] [--temperature 1] [--repeats 3]
 
-A rollout is so many prompts x completions each, sampled until they end. It runs twice to compile and capture, then
-`--repeats` times, under other seeds, with and without guesses in turn. Random weights would not do: what they sample
-never repeats itself. How many completions are the same with and without is told, too: all but those where rounding
-decides between two tokens.
+A rollout is so many prompts x completions each, sampled until they end, `--repeats` times under other seeds, with and
+without guesses in turn; all of it runs twice before, to compile and to capture graphs, as the first steps of a run do.
+Random weights would not do: what they sample never repeats itself. How many completions are the same with and without
+is told, too: all but those where rounding decides between two tokens.
 
 Records are appended to benchmarks/results/<gpu>.jsonl, or to --out FILE ("-" prints them).
 """
@@ -105,12 +105,12 @@ def main() -> None:
         for speculates in (False, True):
             of_rollout = config.rollout.model_copy(update={"speculation": speculates})
             engines.append(build_engine(model, eos_ids=eos_token_ids(model), config=of_rollout))
-            for _ in range(2):
-                rolled_out(engines[-1], prompts, group, 0, args)
+            for seed in 2 * list(range(args.repeats)):  # every size of a step compiles and runs, then it is captured
+                rolled_out(engines[-1], prompts, group, seed, args)
         same = completions = 0
-        for repeat in range(1, args.repeats + 1):
+        for seed in range(args.repeats):
             both = [
-                measured(engine, prompts, group, repeat, of_engine, args)
+                measured(engine, prompts, group, seed, of_engine, args)
                 for engine, of_engine in zip(engines, totals, strict=True)
             ]
             same += sum(a == b for a, b in zip(*both, strict=True))

@@ -40,6 +40,24 @@ def test_a_full_house_gives_what_one_slot_gives() -> None:
         assert [c.token_ids for c in group] == [c.token_ids for c in other]
 
 
+@pytest.mark.parametrize("batch_invariant, dtype", [(False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("slots", [1, 3, 16])
+def test_guesses_change_no_token(slots: int, batch_invariant: bool, dtype: torch.dtype) -> None:
+    """In fp32, where rounding does not decide between tokens; in bf16 where a token's bits depend on no company."""
+    model = policy("qwen2", dtype=dtype, device="cuda")
+    asked = requests(5, 33, 17, samples=6, max_new_tokens=90)
+    results = []
+    for speculation in (False, True):
+        config = RolloutConfig(speculation=speculation, batch_invariant=batch_invariant, max_batch_size=slots)
+        engine = build_engine(model, eos_ids=range(2), config=config)
+        engine.sync(NoiseDraw(seed=1, step=2, sigma=1e-2, per="completion"))
+        results.append(engine.generate(asked, SamplingParams(temperature=0.1)))
+    plain, guessed = ([c.token_ids for group in result for c in group] for result in results)
+    assert guessed == plain
+    if batch_invariant:
+        assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("params", [SamplingParams(greedy=True), SamplingParams(temperature=1.3, top_k=40, top_p=0.9)])
 def test_greedy_and_truncated_logprobs_are_those_of_transformers(params: SamplingParams) -> None:
     """In fp32; on a GPU the draw is the fused kernel's."""

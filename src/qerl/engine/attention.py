@@ -9,8 +9,8 @@ product gave: they rotate (kernels/rope), store keys and values, attend.
     ChunkAttention    a chunk that starts a sequence is its own whole context, one that continues it reads its pages
     DecodeAttention   of the last token of each sequence, or the last few: goes over pages (kernels/attention)
 
-`alone`: a token's bits depend on its own sequence, up to itself: every sequence in a call of its own, which decode
-attention's kernel on a GPU does without, and new tokens apart from each other.
+`alone`: a token's bits depend on its own sequence alone, and there on what precedes it. Every sequence is attended to
+in a call of its own, except by decode attention's kernel on a GPU, which takes new tokens of a sequence apart instead.
 
 Leaves out sliding windows (engine/model.py refuses contexts that would need one).
 """
@@ -129,7 +129,7 @@ class ChunkAttention:
 
 
 class DecodeAttention:
-    """As many tokens of each of b sequences, at the end of its pages."""
+    """The last tokens of b sequences, as many of each, over its pages."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Draft:
     num_mapped: int = 0
     """Pages that the runner knows."""
     line: int = -1
-    """The runner's, for its text, while it runs."""
+    """The runner's, for its text; -1 while it waits."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Draft:
     @property
     def tokens(self) -> list[int]:
         """Prompt and completion, while it waits."""
-        return self.group.tokens + (self.drawn.token_ids if self.drawn else [])
+        return self.group.tokens + self.drawn.token_ids if self.drawn else self.group.tokens
 
     def missing_pages(self, num_new: int) -> int:
         """Pages that it lacks to draw so many more tokens, or as many as it can; those that it shares do not count."""

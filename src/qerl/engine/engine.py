@@ -197,7 +197,7 @@ class PagedEngine:
             pool,
             num_slots=self._sizes.slots,
             prefill_tokens=self._config.prefill_tokens,
-            tokens_per_look=speculation.tokens_per_look,
+            longest_reach=speculation.longest_reach,
             batch_invariant=self._config.batch_invariant,
         )
         while not scheduler.is_done:
@@ -316,7 +316,8 @@ class PagedEngine:
 def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list[tuple[Draft, Completion]]:
     """Make room, start what fits, decode up to the next look, and return what has ended."""
     running = scheduler.running
-    if interrupted := scheduler.reserve():
+    reach = speculation.reach(len(running)) if running else speculation.longest_reach
+    if interrupted := scheduler.reserve(reach):
         drawn = runner.take(interrupted, [running[slot] for slot in interrupted])
         runner.move(scheduler.suspend(interrupted, drawn), len(running))
     admission = scheduler.admit()
@@ -326,7 +327,7 @@ def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list
     if not running:
         return []  # a long prompt is on its way
     tokens = speculation.tokens(len(running))
-    steps = min(scheduler.num_tokens, speculation.steps(tokens))
+    steps = min(speculation.steps(tokens), max(1, reach // tokens), scheduler.most_left)  # one token each, at least
     ended, counts = runner.decode(len(running), steps, tokens, scheduler.num_context_pages)
     gone_on = set(range(len(running))) - set(ended)
     speculation.observe(tokens, steps, [counts[slot] - running[slot].count for slot in gone_on])

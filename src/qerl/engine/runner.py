@@ -286,18 +286,17 @@ class Runner:
         columns = (
             rows[index, : max(counts)].tolist() for rows in (self._slots.drawn_logprobs, self._slots.drawn_entropies)
         )
-        starts = [draft.group.prompt_length for draft in drafts]
         lines = [draft.line for draft in drafts]
-        texts = self._lines.read(lines, max(map(sum, zip(starts, counts, strict=True))))
+        texts = self._lines.read(lines, [draft.group.prompt_length for draft in drafts], counts)
         self._lines.close(lines)
         completions = []
-        for draft, count, start, text, *since in zip(drafts, counts, starts, texts, *columns, strict=True):
+        for draft, count, ids, *since in zip(drafts, counts, texts, *columns, strict=True):
+            draft.line = NOBODY
             before = draft.drawn or empty_completion()
             num_before = len(before.token_ids)
             logprobs, entropies = (
                 old + new[num_before:count] for old, new in zip((before.logprobs, before.entropies), since, strict=True)
             )
-            ids = text[start : start + count]
             reason = "stop" if ids[-1] in self._eos_ids else "length"
             completions.append(Completion(ids, logprobs, entropies, reason))
         return completions
@@ -316,5 +315,5 @@ class Runner:
         empty.page_table.fill_(self._spare_page)
         empty.positions.zero_()
         empty.counts.zero_()
-        empty.lines.fill_(NOBODY)
+        empty.lines.fill_(NOBODY)  # spares a look-up
         empty.finished.fill_(True)

@@ -53,20 +53,20 @@ class Scheduler:
         *,
         num_slots: int,
         prefill_tokens: int,
-        tokens_per_look: int,
+        longest_reach: int,
         batch_invariant: bool = False,
     ) -> None:
-        """prefill_tokens: budget of a step; tokens_per_look: most that a draft gains between two calls of `reserve`.
+        """prefill_tokens: budget of a step; longest_reach: tokens that a draft gains between two `reserve`, at most.
 
         batch_invariant: where a prompt is cut depends on itself alone, and no draft is interrupted, since those that
         run can always go on to their end.
         """
-        assert tokens_per_look < LOOKAHEAD
+        assert longest_reach < LOOKAHEAD
         self._batch_invariant = batch_invariant
         self.waiting = deque(Draft(group, sample) for group in groups for sample in range(group.num_fresh))
         self.running: list[Draft] = []
         self._pool, self._num_slots = pool, num_slots
-        self._prefill_tokens, self._tokens_per_look = prefill_tokens, tokens_per_look
+        self._prefill_tokens, self._longest_reach = prefill_tokens, longest_reach
 
     @property
     def is_done(self) -> bool:
@@ -74,24 +74,24 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def num_tokens(self) -> int:
-        """Most that a draft can use up to the next look."""
-        return min(self._tokens_per_look, max(draft.limit - draft.count for draft in self.running))
+    def most_left(self) -> int:
+        """Tokens that some draft can still draw, and no other more."""
+        return max(draft.limit - draft.count for draft in self.running)
 
     @property
     def num_context_pages(self) -> int:
         """Pages of the running draft that has most."""
         return max(len(draft.pages) for draft in self.running)
 
-    def reserve(self) -> list[int]:
-        """Give every running draft the pages of its next steps; the slots whose drafts had to give theirs back.
+    def reserve(self, reach: int) -> list[int]:
+        """Give every running draft the pages of so many next tokens; the slots whose drafts had to give theirs back.
 
         Those are still in `running`, so that their tokens can be fetched, until `suspend`.
         """
         by_age = sorted(self.running, key=lambda draft: draft.age)
         num_ready = 0
         while num_ready < len(by_age):
-            missing = by_age[num_ready].missing_pages(self._tokens_per_look)
+            missing = by_age[num_ready].missing_pages(reach)
             if missing <= self._pool.num_free:
                 by_age[num_ready].pages += self._pool.allocate(missing)
                 num_ready += 1
@@ -176,7 +176,7 @@ class Scheduler:
     def _open(self, draft: Draft) -> None:
         """Share the prompt's full pages with a draft, and give it those of its next steps."""
         shared = draft.group.pages[: draft.group.full_pages]
-        new = self._pool.allocate(draft.missing_pages(1 + self._tokens_per_look))  # a new one's start draws a token
+        new = self._pool.allocate(draft.missing_pages(1 + self._longest_reach))  # a new one's start draws a token
         self._pool.share(shared)
         draft.pages, draft.num_written = shared + new, len(shared) * PAGE_SIZE
 

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qerl.engine.blocks import BLOCK
-from qerl.engine.graphs import MIN_SLOTS
 
 TOKENS = {1: 8, 2: 4, 4: 4, 8: 4, 16: 2}
 """Of each sequence in a step with guesses, by the number of sequences: what gives most for p = 0.45. One number for
 each, since every size of a step is a CUDA graph of its own."""
 MOST = max(TOKENS.values())
-COST = {8: 1.0, 16: 1.15, 32: 1.35}
-"""Time of a step by its tokens, over that of 8: 7B and 32B in NVFP4 on an H200 (docs/engine.md)."""
+COST = {1: 0.95, 2: 0.95, 4: 0.95, 8: 1.0, 16: 1.15, 32: 1.35}
+"""Time of a step by its tokens, over that of 8: 7B and 32B in NVFP4 on an H200 (docs/engine.md). Of fewer than 8, it is
+between those of a step that is rounded up to 8 slots (graphs.py) and of one that is not."""
 LOOK_TOKENS = 32
 """Tokens that a sequence can gain between two looks of the host, at most: pages are reserved for all of them."""
 
@@ -39,48 +39,60 @@ PRIOR = 0.4
 """p of a text about which nothing is known: of GSM8K, at temperature 1, it is 0.43 to 0.5."""
 MEMORY = 32
 """Steps of a sequence that weigh as much as all before them."""
-FORGETTING = 0.03
-"""Share of the way back to PRIOR at each look without guesses, so that they are tried again."""
+FORGETTING = 0.004
+"""Share of the way back to PRIOR at each step without guesses, so that they are tried again."""
+
+
+def tokens_with_guesses(num_sequences: int, *, batch_invariant: bool) -> int:
+    """Of each of so many sequences in a step, where guesses are taken: a power of two.
+
+    batch_invariant: products of a step have BLOCK rows anyway, so it is filled, whatever guesses are worth.
+    """
+    slots = 1 << (num_sequences - 1).bit_length()
+    return max(1, min(MOST, BLOCK // slots)) if batch_invariant else TOKENS.get(slots, 1)
 
 
 class Speculation:
-    """T by the number of sequences; see the module's text."""
+    """How the sequences of a call go on; see the module's text."""
 
     def __init__(self, *, is_on: bool, steps_per_look: int, batch_invariant: bool = False) -> None:
-        """steps_per_look: of one token a sequence; batch_invariant: all steps cost what one of BLOCK tokens does."""
+        """steps_per_look: most decode steps between two looks of the host."""
         self._is_on, self._steps_per_look, self._batch_invariant = is_on, steps_per_look, batch_invariant
         self._p = PRIOR
 
     def tokens(self, num_sequences: int) -> int:
         """Of each sequence in a step: a power of two, 1 without guesses."""
-        slots = 1 << (num_sequences - 1).bit_length()
         if not self._is_on:
             return 1
-        if self._batch_invariant:
-            return max(1, min(MOST, BLOCK // slots))
-        tokens = TOKENS.get(slots, 1)
-        return tokens if gain(self._p, tokens) >= _cost(slots * tokens) / _cost(slots) else 1
+        tokens, slots = self._tokens_with_guesses(num_sequences), 1 << (num_sequences - 1).bit_length()
+        if tokens == 1 or self._batch_invariant:
+            return tokens
+        return tokens if gain(self._p, tokens) >= COST[slots * tokens] / COST[slots] else 1
+
+    def _tokens_with_guesses(self, num_sequences: int) -> int:
+        return tokens_with_guesses(num_sequences, batch_invariant=self._batch_invariant)
 
     def steps(self, tokens: int) -> int:
-        """Of so many tokens a sequence between two looks of the host."""
+        """Of so many tokens a sequence between two looks."""
         return max(1, min(self._steps_per_look, LOOK_TOKENS // tokens))
 
+    def reach(self, num_sequences: int) -> int:
+        """Tokens that each sequence can gain up to the next look."""
+        tokens = self.tokens(num_sequences)
+        return tokens * self.steps(tokens)
+
     @property
-    def tokens_per_look(self) -> int:
-        """That a sequence can gain between two looks, at most."""
+    def longest_reach(self) -> int:
+        """Of any number of sequences."""
         return max(tokens * self.steps(tokens) for tokens in ((1, MOST) if self._is_on else (1,)))
 
     def observe(self, tokens: int, steps: int, gains: Sequence[int]) -> None:
         """After steps of so many tokens: what each sequence that has not ended has gained."""
         if tokens == 1:
-            self._p += FORGETTING * (PRIOR - self._p)
+            self._p += (1 - (1 - FORGETTING) ** steps) * (PRIOR - self._p)
         elif gains:
             weight = len(gains) * steps
             self._p += weight / (weight + MEMORY) * (probability(sum(gains) / weight, tokens) - self._p)
-
-
-def _cost(tokens: int) -> float:
-    return COST.get(max(MIN_SLOTS, tokens), 1.0)
 
 
 def gain(p: float, tokens: int) -> float:

@@ -42,21 +42,31 @@ class TextLines:
         self.texts.groups.fill_(NOBODY)
 
     def open(self, texts: Sequence[Sequence[int]], starts: Sequence[int], groups: Sequence[int]) -> list[int]:
-        """Lines that hold these texts, whose first `starts` tokens are prompts: those that were closed longest ago."""
+        """Lines that hold these texts, whose first `starts` tokens are prompts: those that were closed longest ago.
+
+        Texts that are one object, as a group's prompt is, go to the device once.
+        """
         lines = [self._free.popleft() for _ in texts]
+        distinct = {id(text): text for text in texts}
+        place = {key: i for i, key in enumerate(distinct)}
         longest = max(map(len, texts))
-        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], dtype=torch.int32)
-        numbers = torch.tensor([lines, list(map(len, texts)), list(starts), list(groups)])
-        index, lengths, *others = numbers.to(self.texts.tokens.device)
-        self.texts.tokens[index, :longest] = padded.to(index.device)
-        for rows, values in zip(self.texts[1:], (lengths, *others), strict=True):
-            rows[index] = values
+        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in distinct.values()], dtype=torch.int32)
+        numbers = torch.tensor(
+            [lines, [place[id(text)] for text in texts], list(map(len, texts)), list(starts), list(groups)]
+        )
+        index, rows, *values = numbers.to(self.texts.tokens.device)
+        self.texts.tokens[index, :longest] = padded.to(index.device)[rows]
+        for of_lines, new in zip(self.texts[1:], values, strict=True):
+            of_lines[index] = new
         return lines
 
     def close(self, lines: Sequence[int]) -> None:
         """Nobody writes to these lines any more."""
         self._free.extend(lines)
 
-    def read(self, lines: Sequence[int], stop: int) -> list[list[int]]:
-        """Lines up to a place, with what is behind the end of a shorter one."""
-        return self.texts.tokens[torch.tensor(lines, device=self.texts.tokens.device), :stop].tolist()
+    def read(self, lines: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        """So many tokens of each line, from a place on."""
+        index, first = torch.tensor([list(lines), list(starts)], device=self.texts.tokens.device)[..., None]
+        places = (first + torch.arange(max(counts), device=first.device)).clamp_max(self.texts.tokens.shape[1] - 1)
+        rows = self.texts.tokens[index, places].tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]

@@ -37,7 +37,7 @@ from qerl.engine.budget import num_pool_pages
 from qerl.engine.graphs import bucket_slots, num_splits
 from qerl.engine.kv_cache import PAGE_SIZE, num_pages, token_bytes
 from qerl.engine.model import TABLE_STEP
-from qerl.engine.speculation import TOKENS
+from qerl.engine.speculation import tokens_with_guesses
 from qerl.formats import nf4
 from qerl.formats.codes import INT4, NF4, NVFP4
 from qerl.kernels.adapter import MAX_RANK, RANK_STEP
@@ -370,16 +370,23 @@ def _sampling_parts(
     prompt_logits = (slots + min(call.num_prompts, slots)) * shape.vocabulary
     decoded = bucket_slots(slots, max_slots) if target.on_gpu else slots
     if config.rollout.speculation:  # a step of fewer slots may feed more tokens
-        decoded = max([decoded, *(few * tokens for few, tokens in TOKENS.items() if few < 2 * slots)])
+        for few in _powers_to(slots):
+            tokens = tokens_with_guesses(few, batch_invariant=config.rollout.batch_invariant)
+            decoded = max(decoded, few * tokens if tokens > 1 else 0)
     rows = _round_up(decoded, BLOCK) if config.rollout.batch_invariant else decoded
     # Decode attention's splits leave a sum each, its weight and largest score (kernels/attention), where they run.
-    splits = decoded * shape.heads * num_splits(slot_pages) * (shape.head_dim + 2) * _FP32 if target.on_gpu else 0
+    splits = decoded * shape.heads * num_splits(slot_pages + 1) * (shape.head_dim + 2) * _FP32 if target.on_gpu else 0
     prefill, within = _prefill_tokens(config, call, prompt, new), _within_products(shape, ranks, target)
     return {
         "slots": max_slots * state,
         "prefill": (prefill * width + min(prefill, MAX_FUSED_TOKENS) * within + prompt_logits) * b,
         "decode step": rows * (width + within + shape.vocabulary) * b + splits,
     } | ({"truncation": decoded * shape.vocabulary * _TRUNCATION_BYTES} if call.truncates else {})
+
+
+def _powers_to(number: int) -> list[int]:
+    """Powers of two up to the first that is not less."""
+    return [1 << i for i in range((number - 1).bit_length() + 1)]
 
 
 def _within_products(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:

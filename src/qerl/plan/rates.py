@@ -72,13 +72,13 @@ RATES = (
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=13824, layers=48, kv_width=1024,
-        decode={1: 4.1236, 8: 4.8356, 32: 6.8954, 64: 8.6024, 128: 13.4185, 256: 24.2986},
-        prefill=21272, forward=54.9, update=123.9, recomputing=190.7,
+        decode={1: 4.0987, 8: 4.823, 32: 6.5415, 64: 8.6142, 128: 13.3635, 256: 24.1052},
+        prefill=21432, forward=54.9, update=123.9, recomputing=190.7,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=27648, layers=64, kv_width=1024,
-        decode={1: 7.2962, 8: 8.2479, 32: 11.769, 64: 14.9902, 128: 23.5961, 256: 46.8996},
-        prefill=9463, forward=117.9, update=284.5, recomputing=373.1,
+        decode={1: 7.2962, 8: 8.2479, 32: 11.3832, 64: 15.0058, 128: 23.5597, 256: 43.9443},
+        prefill=9482, forward=117.9, update=284.5, recomputing=373.1,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=8192, intermediate=29568, layers=80, kv_width=1024,

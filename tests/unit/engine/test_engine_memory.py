@@ -70,7 +70,7 @@ def test_a_small_pool_gives_the_tokens_of_a_large_one(
     steps_per_look: int, interrupted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qerl.engine.runner.STEPS_PER_LOOK", {"cpu": steps_per_look})
-    lookahead = 1 + Speculation(is_on=True, steps_per_look=steps_per_look).tokens_per_look
+    lookahead = 1 + Speculation(is_on=True, steps_per_look=steps_per_look).longest_reach
     monkeypatch.setattr("qerl.engine.scheduler.LOOKAHEAD", lookahead)  # careless, so that drafts give way all the time
     model = policy("qwen2")
     asked = requests(5, 40, 16, samples=3, max_new_tokens=120)

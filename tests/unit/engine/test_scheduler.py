@@ -26,7 +26,7 @@ def group(prompt: int, samples: int, max_new: int, index: int = 0) -> Group:
 
 
 def scheduler_of(groups: list[Group], pool: PagePool, num_slots: int = 8, prefill_tokens: int = 8192) -> Scheduler:
-    return Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, tokens_per_look=1)
+    return Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, longest_reach=1)
 
 
 def after(scheduler: Scheduler, tokens: int) -> list[int]:
@@ -162,8 +162,8 @@ def test_any_load_gives_every_completion_once_and_its_own_tokens(
     groups = [group(*shape, index=i) for i, shape in enumerate(shapes)]
     pool = PagePool(max(pages_alone(prompt, new) for prompt, _, new in shapes) + spare)
     speculation = Speculation(is_on=steps_per_look % 2 == 0, steps_per_look=steps_per_look)
-    ahead = speculation.tokens_per_look
-    scheduler = Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, tokens_per_look=ahead)
+    ahead = speculation.longest_reach
+    scheduler = Scheduler(groups, pool, num_slots=num_slots, prefill_tokens=prefill_tokens, longest_reach=ahead)
     runner, results = TokenRunner(), {}
     while not scheduler.is_done:
         with patch("qerl.engine.scheduler.LOOKAHEAD", ahead + 1):  # so careless that drafts give way all the time
@@ -203,7 +203,7 @@ def test_pages_come_as_tokens_do() -> None:
     sizes = []
     for _ in range(39):
         scheduler.finish([], after(scheduler, 1))
-        assert scheduler.reserve() == []
+        assert scheduler.reserve(1) == []
         sizes.append(len(draft.pages))
     assert sizes == sorted(sizes) and sizes[-1] == num_pages(PAGE_SIZE + 40) and sizes[13] == 2
     assert [place for _, place, _ in scheduler.unmapped_pages()] == [2, 3]
@@ -251,7 +251,7 @@ def test_a_draft_that_comes_back_shares_the_prompt_and_prefills_the_rest() -> No
     slots = []
     while not slots:
         scheduler.finish([], after(scheduler, 1))
-        slots = scheduler.reserve()
+        slots = scheduler.reserve(1)
     (youngest,) = (scheduler.running[slot] for slot in slots)
     count = youngest.count
     assert youngest.sample == 1 and count > PAGE_SIZE - 6

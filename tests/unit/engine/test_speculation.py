@@ -139,13 +139,19 @@ def test_the_completions_that_have_ended_help_those_that_go_on(steps: Counter[in
 
 
 def test_nothing_of_a_call_is_looked_up_in_the_next(steps: Counter[int]) -> None:
-    model = policy("qwen2")
-    engine = build_engine(model, eos_ids=(), config=RolloutConfig())
-    asked, sampling = requests(30, max_new_tokens=64), SamplingParams()
+    """Not even by a smaller call, which writes over fewer lines."""
+    model, sampling = policy("qwen2"), SamplingParams()
+    asked, fewer = requests(30, max_new_tokens=64), requests(30, samples=1, max_new_tokens=64)
+    engine, fresh = (build_engine(model, eos_ids=(), config=RolloutConfig()) for _ in range(2))
     once = engine.generate(asked, sampling)
     num_once = sum(steps.values())
     assert engine.generate(asked, sampling) == once
     assert sum(steps.values()) == 2 * num_once
+    steps.clear()
+    alone = fresh.generate(fewer, sampling)
+    num_alone = sum(steps.values())
+    assert engine.generate(fewer, sampling) == alone
+    assert sum(steps.values()) == 2 * num_alone
 
 
 def taught(p: float, *, batch_invariant: bool = False) -> Speculation:
@@ -159,8 +165,9 @@ def taught(p: float, *, batch_invariant: bool = False) -> Speculation:
 @pytest.mark.parametrize(
     "p, tokens_of",
     [
-        (0.02, {1: 8, 2: 4, 4: 1, 8: 1, 16: 1, 32: 1, 64: 1, 300: 1}),  # what costs nothing
-        (0.16, {1: 8, 2: 4, 4: 4, 8: 1, 16: 1}),
+        (0.02, {1: 1, 2: 1, 4: 1, 8: 1, 16: 1, 32: 1, 64: 1, 300: 1}),
+        (0.1, {1: 8, 2: 4, 4: 1, 8: 1, 16: 1}),  # what costs nearly nothing
+        (0.2, {1: 8, 2: 4, 4: 4, 8: 1, 16: 2}),
         (0.45, {1: 8, 2: 4, 3: 4, 4: 4, 5: 4, 8: 4, 9: 2, 16: 2, 17: 1, 64: 1, 300: 1}),  # as of GSM8K
     ],
 )
@@ -201,20 +208,25 @@ def test_how_often_guesses_are_right_is_told_from_what_steps_gain() -> None:
 def test_it_can_be_off_and_looks_are_not_late() -> None:
     for most in (1, 7, 8):
         off, on = (Speculation(is_on=is_on, steps_per_look=most) for is_on in (False, True))
-        assert off.tokens_per_look == most and all(off.tokens(n) == 1 for n in range(1, 300))
+        assert off.longest_reach == most and all(off.tokens(n) == 1 for n in range(1, 300))
         for tokens in (1, 2, 4, 8):
             assert 1 <= on.steps(tokens) <= most
-            assert tokens * on.steps(tokens) <= on.tokens_per_look <= max(LOOK_TOKENS, MOST)
+            assert tokens * on.steps(tokens) <= on.longest_reach <= max(LOOK_TOKENS, MOST)
 
 
 def test_lines_are_taken_again_in_the_order_in_which_they_were_closed() -> None:
     lines = TextLines(3, 6, torch.device("cpu"))
     assert lines.open([[1, 2], [3, 4, 5]], [2, 2], [0, 1]) == [0, 1]
-    assert lines.read([1, 0], 3) == [[3, 4, 5], [1, 2, 0]]
+    assert lines.read([1, 0], [0, 1], [3, 1]) == [[3, 4, 5], [2]]
     lines.close([1])
     lines.close([0])
     assert lines.open([[7]], [1], [4]) == [2]
     assert lines.open([[8]], [1], [5]) == [1] and lines.texts.groups.tolist() == [0, 5, 4]
     assert lines.texts.lengths.tolist() == [2, 1, 1] and lines.texts.starts.tolist() == [2, 1, 1]
+    lines.close([1, 2])
+    prompt = [7, 8]
+    assert lines.open([prompt, [9], prompt], [2, 1, 2], [0, 1, 0]) == [0, 1, 2]
+    assert lines.texts.tokens[:, :2].tolist() == [[7, 8], [9, 0], [7, 8]]
+    assert lines.read([2, 1], [1, 0], [5, 1]) == [[8, 0, 0, 0, 0], [9]]  # columns end at 6
     lines.clear()
     assert lines.texts.groups.tolist() == [-1, -1, -1]
