@@ -65,7 +65,7 @@ def token_ids(results: list[list[Completion]]) -> list[list[int]]:
 def test_graphs_outlive_sleep(per: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several buckets, captured in the first rollout; then there are replays alone, with the bits of eager steps.
 
-    Nothing ends by EOS, so that every rollout has the same buckets.
+    Nothing ends by EOS, and there are no guesses, so that every rollout has the same buckets.
     """
     monkeypatch.setattr("qerl.engine.graphs.IDLE", 16)
     model = policy("qwen2", dtype=torch.bfloat16, device="cuda")
@@ -79,12 +79,12 @@ def test_graphs_outlive_sleep(per: str, dtype: str, monkeypatch: pytest.MonkeyPa
         engine.sync(NoiseDraw(seed=1, step=number, sigma=1e-2, per=per))
         return [engine.generate(asked, SamplingParams()) for asked in (long, short)]
 
-    graphs = engine_of(model, kv_cache_dtype=dtype)
+    graphs = engine_of(model, kv_cache_dtype=dtype, speculation=False)
     rollout(graphs, 0)
     runner = graphs._runner
     assert runner is not None and runner in stepped
     captured = dict(runner._steps._graphs)
-    assert captured.keys() == {(36, 30), (32, 30), (8, 8)} and None not in captured.values()
+    assert captured.keys() == {(36, 31, 1), (32, 31, 1), (8, 8, 1)} and None not in captured.values()
     for number in range(1, 4):
         graphs.sleep()
         scribble()
@@ -94,7 +94,7 @@ def test_graphs_outlive_sleep(per: str, dtype: str, monkeypatch: pytest.MonkeyPa
         stepped.clear()
         results = rollout(graphs, number)
         assert stepped == [] and graphs._runner is runner and runner._steps._graphs == captured
-        eager = engine_of(model, kv_cache_dtype=dtype, cuda_graphs=False)
+        eager = engine_of(model, kv_cache_dtype=dtype, speculation=False, cuda_graphs=False)
         assert results == rollout(eager, number)
 
 

@@ -363,10 +363,13 @@ def test_in_tritons_interpreter():
 @needs_triton
 @outer_run
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("group, head_dim, coded", [(7, 128, False), (5, 128, True), (4, 64, True)])
-def test_products_are_summed_in_one_order_whatever_the_turns(group, head_dim, coded, capability, monkeypatch):
+@pytest.mark.parametrize(
+    "tokens, group, head_dim, coded", [(1, 7, 128, False), (1, 5, 128, True), (1, 4, 64, True), (8, 5, 128, False)]
+)
+def test_products_are_summed_in_one_order_whatever_the_turns(tokens, group, head_dim, coded, capability, monkeypatch):
     """Triton permutes K of operands by the size of what it thinks they were loaded as (kWidth)."""
-    problem, layouts = Problem([700], group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded), []
+    layouts: list[set[str]] = []
+    problem = Problem([700], tokens=tokens, group=group, head_dim=head_dim, dtype=torch.bfloat16, coded=coded)
     for turns in (1, 2):
         monkeypatch.setattr("qerl.kernels.attention.paged.turns_of", lambda *_, turns=turns: turns)
         _, split, _ = compile_launches(

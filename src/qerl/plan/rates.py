@@ -67,8 +67,8 @@ class Rate:
 RATES = (
     Rate(
         "NVIDIA H200", 4.2e12, hidden=3584, intermediate=18944, layers=28, kv_width=512,
-        decode={1: 2.2082, 8: 2.4505, 32: 3.4828, 64: 4.4609, 128: 6.066, 256: 11.2758},
-        prefill=42671, forward=27.7, update=67.9, recomputing=98.2,
+        decode={1: 2.2007, 8: 2.3997, 32: 3.4828, 64: 4.4097, 128: 6.0911, 256: 11.2758},
+        prefill=40658, forward=27.7, update=67.9, recomputing=98.2,
     ),
     Rate(
         "NVIDIA H200", 4.2e12, hidden=5120, intermediate=13824, layers=48, kv_width=1024,

@@ -42,6 +42,9 @@ AT_ONCE = 16
 """Splits' results added at a time."""
 MIN_ROWS = 16
 """Rows of the smallest product on tensor cores; fewer query heads are padded."""
+MAX_ROWS = 32
+"""Of several tokens' query heads. Twice as many were no faster for 8 tokens of a sequence (registers spilled), and with
+two splits a program Triton 3.6 does not compile them."""
 
 
 def paged_attention(
@@ -64,7 +67,8 @@ def paged_attention(
     assert (scales is not None) == (pages.dtype == torch.uint8) and (scales is None or scales.is_contiguous())
     key_scales, value_scales = (lengths, lengths) if scales is None else scales
     num_splits = -(-page_table.shape[1] * page_size // SPLIT)
-    tokens = 1 if alone else new
+    fitting = max(1, MAX_ROWS // group)
+    tokens = 1 if alone else min(new, 1 << (fitting.bit_length() - 1))
     b = queries // tokens
     rows = max(MIN_ROWS, triton.next_power_of_2(tokens * group))
     turns = turns_of(b * kv_heads * num_splits, q.device)
