@@ -77,9 +77,9 @@ class Speculation:
         return max(1, min(self._steps_per_look, LOOK_TOKENS // tokens))
 
     def reach(self, num_sequences: int) -> int:
-        """Tokens that each sequence can gain up to the next look."""
+        """Tokens that each sequence can gain up to the next look, even if more sequences start before."""
         tokens = self.tokens(num_sequences)
-        return tokens * self.steps(tokens)
+        return max(tokens * self.steps(tokens), MOST if self._is_on else 1)
 
     @property
     def longest_reach(self) -> int:

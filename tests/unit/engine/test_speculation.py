@@ -154,9 +154,9 @@ def test_nothing_of_a_call_is_looked_up_in_the_next(steps: Counter[int]) -> None
     assert sum(steps.values()) == 2 * num_alone
 
 
-def taught(p: float, *, batch_invariant: bool = False) -> Speculation:
+def taught(p: float, *, steps_per_look: int = 8, batch_invariant: bool = False) -> Speculation:
     """After many steps in which a guess was right with this probability."""
-    speculation = Speculation(is_on=True, steps_per_look=8, batch_invariant=batch_invariant)
+    speculation = Speculation(is_on=True, steps_per_look=steps_per_look, batch_invariant=batch_invariant)
     for _ in range(400):
         speculation.observe(4, 100, [round(100 * gain(p, 4))])
     return speculation
@@ -203,6 +203,16 @@ def test_how_often_guesses_are_right_is_told_from_what_steps_gain() -> None:
     for tokens in (2, 4, 8):
         for p in (0.0, 0.3, 0.9, 1.0):
             assert probability(gain(p, tokens), tokens) == pytest.approx(p, abs=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_pages_reach_for_a_step_whoever_starts_before_it(most: int) -> None:
+    """Guesses may pay for 16 sequences and not for 8."""
+    for tenths in range(11):
+        speculation = taught(tenths / 10 if tenths else 0.2, steps_per_look=most)
+        for n in range(1, 40):
+            for later in range(n, 40):
+                assert speculation.tokens(later) <= speculation.reach(n) <= speculation.longest_reach
 
 
 def test_it_can_be_off_and_looks_are_not_late() -> None:
