@@ -225,7 +225,8 @@ def test_the_kernel_takes_several_tokens_of_a_sequence(tokens, group, head_dim, 
     """Together, or each alone: then with the bits that it has as its sequence's only query."""
     monkeypatch.setattr("qerl.kernels.attention.paged.turns_of", lambda *_: turns)
     dtype = torch.float32 if device == "cpu" and group == 1 else torch.bfloat16
-    problem = Problem(SEVERAL, tokens=tokens, group=group, head_dim=head_dim, coded=coded, dtype=dtype, device=device)
+    lengths = SEVERAL if device == "cuda" else [8, 130, 135, 261]  # the interpreter is slow
+    problem = Problem(lengths, tokens=tokens, group=group, head_dim=head_dim, coded=coded, dtype=dtype, device=device)
     exact = problem.exact()
     problem.poison()
     results = problem.run(paged())
