@@ -327,7 +327,7 @@ def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list
     if not running:
         return []  # a long prompt is on its way
     tokens = speculation.tokens(len(running))
-    steps = min(speculation.steps(tokens), max(1, reach // tokens), scheduler.most_left)  # one token each, at least
+    steps = min(speculation.steps(tokens), reach // tokens, scheduler.most_left)  # one token each, at least
     ended, counts = runner.decode(len(running), steps, tokens, scheduler.num_context_pages)
     gone_on = set(range(len(running))) - set(ended)
     speculation.observe(tokens, steps, [counts[slot] - running[slot].count for slot in gone_on])

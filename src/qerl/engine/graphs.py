@@ -41,9 +41,14 @@ def num_splits(pages: int) -> int:
     return -(-pages * PAGE_SIZE // SPLIT_TOKENS)
 
 
+def power_of_two(number: int) -> int:
+    """The smallest that is not less than a number from 1 on."""
+    return 1 << (number - 1).bit_length()
+
+
 def bucket_slots(num_slots: int, max_slots: int, tokens: int = 1) -> int:
     """Slots that a GPU's step runs for so many in use, with so many tokens of each."""
-    return min(max(MIN_SLOTS if tokens == 1 else 1, 1 << (num_slots - 1).bit_length()), max_slots)
+    return min(max(MIN_SLOTS if tokens == 1 else 1, power_of_two(num_slots)), max_slots)
 
 
 class StepRunner:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qerl.engine.blocks import BLOCK
+from qerl.engine.graphs import power_of_two
 
 TOKENS = {1: 8, 2: 4, 4: 4, 8: 4, 16: 2}
 """Of each sequence in a step with guesses, by the number of sequences: what gives most for p = 0.45. One number for
@@ -48,7 +49,7 @@ def tokens_with_guesses(num_sequences: int, *, batch_invariant: bool) -> int:
 
     batch_invariant: products of a step have BLOCK rows anyway, so it is filled, whatever guesses are worth.
     """
-    slots = 1 << (num_sequences - 1).bit_length()
+    slots = power_of_two(num_sequences)
     return max(1, min(MOST, BLOCK // slots)) if batch_invariant else TOKENS.get(slots, 1)
 
 
@@ -64,13 +65,11 @@ class Speculation:
         """Of each sequence in a step: a power of two, 1 without guesses."""
         if not self._is_on:
             return 1
-        tokens, slots = self._tokens_with_guesses(num_sequences), 1 << (num_sequences - 1).bit_length()
+        tokens = tokens_with_guesses(num_sequences, batch_invariant=self._batch_invariant)
         if tokens == 1 or self._batch_invariant:
             return tokens
+        slots = power_of_two(num_sequences)
         return tokens if gain(self._p, tokens) >= COST[slots * tokens] / COST[slots] else 1
-
-    def _tokens_with_guesses(self, num_sequences: int) -> int:
-        return tokens_with_guesses(num_sequences, batch_invariant=self._batch_invariant)
 
     def steps(self, tokens: int) -> int:
         """Of so many tokens a sequence between two looks."""

@@ -368,11 +368,8 @@ def _sampling_parts(
     width = 3 * shape.intermediate + 3 * shape.hidden + q + 2 * kv
     # One row a group, then one a completion.
     prompt_logits = (slots + min(call.num_prompts, slots)) * shape.vocabulary
-    decoded = bucket_slots(slots, max_slots) if target.on_gpu else slots
-    if config.rollout.speculation:  # a step of fewer slots may feed more tokens
-        for few in _powers_to(slots):
-            tokens = tokens_with_guesses(few, batch_invariant=config.rollout.batch_invariant)
-            decoded = max(decoded, few * tokens if tokens > 1 else 0)
+    # A step of fewer slots may feed more tokens.
+    decoded = max(_step_tokens(config, n, max_slots, target) for n in range(1, slots + 1))
     rows = _round_up(decoded, BLOCK) if config.rollout.batch_invariant else decoded
     # Decode attention's splits leave a sum each, its weight and largest score (kernels/attention), where they run.
     splits = decoded * shape.heads * num_splits(slot_pages + 1) * (shape.head_dim + 2) * _FP32 if target.on_gpu else 0
@@ -384,9 +381,11 @@ def _sampling_parts(
     } | ({"truncation": decoded * shape.vocabulary * _TRUNCATION_BYTES} if call.truncates else {})
 
 
-def _powers_to(number: int) -> list[int]:
-    """Powers of two up to the first that is not less."""
-    return [1 << i for i in range((number - 1).bit_length() + 1)]
+def _step_tokens(config: RunConfig, num_sequences: int, max_slots: int, target: Target) -> int:
+    """Of a decode step, with guesses where there can be any."""
+    rollout = config.rollout
+    each = tokens_with_guesses(num_sequences, batch_invariant=rollout.batch_invariant) if rollout.speculation else 1
+    return each * (bucket_slots(num_sequences, max_slots, each) if target.on_gpu else num_sequences)
 
 
 def _within_products(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> int:

@@ -8,9 +8,8 @@
 Contract: scores, softmax and sums are float32, whatever the dtype of q and pages (the same one); the result is rounded
 once. 8-bit pages hold E4M3 codes, with a scale for each head of a token (kernels/e4m3.py): K and V are code * scale.
 Only rows below a query's length count, if those of a sequence's later queries are finite; table entries past it may
-name any page. Sequences may share pages. Where the
-Triton kernels run, a query's bits depend on its own sequence alone, not on the rest of the batch or the width of the
-table: and not on the sequence's other queries if each is `alone`.
+name any page. Sequences may share pages. Where the Triton kernels run, a query's bits depend on its own sequence alone,
+not on the rest of the batch or the width of the table; and not on the sequence's other queries if each is `alone`.
 
     device, dtype, head_dim              path
     CUDA, bf16, 16, 32, 64 or 128        paged.py: Triton, every byte of K and V read once

@@ -182,21 +182,9 @@ def _split_kernel(
         q = tl.load(q_ptr, mask=is_row[:, None], other=0.0)
         result = _attend(q, keys, values, key_scales, value_scales, token, lengths, scale, CODED, TOKENS)
         _keep(
-            result,
-            out_ptr,
-            sums_ptr,
-            largest_ptr,
-            weights_ptr,
-            to,
-            shortest,
-            lengths,
-            is_row,
-            first,
-            num_splits,
-            D,
-            SPLIT,
-            TOKENS,
-        )
+            result, out_ptr, sums_ptr, largest_ptr, weights_ptr, to, shortest, lengths, is_row, first, num_splits,
+            D, SPLIT, TOKENS,
+        )  # fmt: skip
     else:
         wait(OVERLAP)
         q = tl.load(q_ptr, mask=is_row[:, None], other=0.0)
@@ -209,21 +197,9 @@ def _split_kernel(
             value_scales = tl.load(value_scales_ptr + scale_at, mask=is_token & CODED, other=0.0)
             result = _attend(q, keys, values, key_scales, value_scales, token, lengths, scale, CODED, TOKENS)
             _keep(
-                result,
-                out_ptr,
-                sums_ptr,
-                largest_ptr,
-                weights_ptr,
-                to,
-                shortest,
-                lengths,
-                is_row,
-                split,
-                num_splits,
-                D,
-                SPLIT,
-                TOKENS,
-            )
+                result, out_ptr, sums_ptr, largest_ptr, weights_ptr, to, shortest, lengths, is_row, split, num_splits,
+                D, SPLIT, TOKENS,
+            )  # fmt: skip
 
 
 @triton.jit
