@@ -499,8 +499,9 @@ class OptimizerConfig(Section):
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory and time, not the result.
     Default: 16,384, and on a GPU up to four times as many for a small model, where there is room (docs/memory.md)."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: of all decoder layers (true), of none (false), of the first so many,
+    or of as few as the GPU's free memory asks for (docs/memory.md); changes memory and time, not the result."""
     offload_activations: bool = False
     """Keep what recomputation starts from, each layer's input, in the host's memory until the backward pass."""
     logprob_chunk: int = Field(default=1024, ge=1)
@@ -514,6 +515,13 @@ class OptimizerConfig(Section):
                 "optimizer.gradient_checkpointing = true, or leave it out"
             )
         return self
+
+    def recomputed_layers(self, num_layers: int) -> int | None:
+        """How many decoder layers recompute their activations, of so many; None: as memory has it."""
+        setting = self.gradient_checkpointing
+        if setting == "auto":
+            return num_layers if self.offload_activations else None
+        return min(setting, num_layers) if type(setting) is int else num_layers * setting
 
 
 class EvalConfig(Section):

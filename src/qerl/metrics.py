@@ -102,11 +102,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/mean_length", "tokens", "Mean length of the sampled completions."),
     # speed and memory
     Metric("tokens_per_second", "tokens/s", "Sampled tokens over the rollout's time."),
+    Metric(
+        "decode_steps", "steps", "Of the rollout; not of vLLM. With right guesses fewer than a completion has tokens."
+    ),
     Metric("time/step", "s", "The whole step, evaluation and checkpoint left out."),
     Metric("time/rollout", "s", "Sampling and scoring."),
+    Metric("time/scoring", "s", "Of it, the reward functions."),
     Metric("time/update", "s", "Scoring passes, gradients and optimizer."),
     Metric("time/eval", "s", "Evaluation after this step."),
     Metric("micro_batch_tokens", "tokens", "Most tokens of a pass: as set or planned, or fewer since memory ran out."),
+    Metric(
+        "recomputed_layers", "layers", "Layers that ran again in the backward pass: as set or planned, or all of them."
+    ),
     Metric("memory/allocated", "bytes", "GPU memory in tensors and KV cache, its peak in this step; only on a GPU."),
     Metric("memory/reserved", "bytes", "GPU memory of allocator and KV cache, its peak in this step; only on a GPU."),
     Metric("memory/rss", "bytes", "Memory of the process, its peak since the start; only without a GPU."),

@@ -437,13 +437,14 @@ def relative_noise(model: nn.Module, draw: NoiseDraw, stream: int = ROLLOUT_STRE
     """
     if draw.sigma == 0:
         return 0.0
-    squares: list[Tensor] = []
-    for number, site in enumerate(noise_sites(model)):
+    sites = noise_sites(model)
+    weights: list[Tensor] = []
+    for site in sites:
         weight, fold = site.weight.detach().float(), norm_fold(site)
-        weight = weight if fold is None else weight * fold
-        z = draw.rows(number, torch.tensor([stream], device=weight.device), weight.numel())
-        squares.append(z.square().sum() / weight.square().sum())
-    return torch.stack(squares).mean().sqrt().item()
+        weights.append(weight if fold is None else weight * fold)
+    whole = torch.stack(weights)
+    z = folded_rows(draw, [None] * len(sites), torch.tensor([stream], device=whole.device), whole.shape[1])[:, 0]
+    return (z.square().sum(1) / whole.square().sum(1)).mean().sqrt().item()
 
 
 class NoiseMonitor:

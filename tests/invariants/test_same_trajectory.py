@@ -37,6 +37,10 @@ def trained(output_dir: Path, *settings: str, resume: bool = False) -> dict[str,
     return load_file(output_dir / "adapter" / "adapter_model.safetensors")
 
 
+def metrics_of(output_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
     """All but one number in a thousand: of a gradient that is 0 but for rounding Adam makes a step up or down."""
     off = torch.cat([((got[name] - tensor).abs() > atol).flatten() for name, tensor in expected.items()])
@@ -53,6 +57,7 @@ def expected(tmp_path_factory) -> dict[str, torch.Tensor]:
     [
         ["optimizer.micro_batch_tokens=64"],
         ["optimizer.gradient_checkpointing=true"],
+        ["optimizer.gradient_checkpointing=1"],
         ["optimizer.logprob_chunk=7"],
         ["rollout.max_batch_size=3"],
         ["rollout.kv_cache_tokens=176", "task.max_prompt_length=64", "rollout.prefill_tokens=16"],
@@ -76,10 +81,11 @@ def test_a_micro_batch_is_as_long_as_planned_where_it_is_left_open(set_to, passe
         return logprobs(self, micro)
 
     monkeypatch.setattr(Learner, "_logprobs", noted)
-    monkeypatch.setattr(trainer, "check_fits", lambda *_: Mock(micro_batch_limit=96))
-    got = trained(tmp_path / "run", f"optimizer.micro_batch_tokens={set_to}")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(trainer, "check_fits", lambda *_: Mock(micro_batch_limit=96, recomputed_layers=1))
+    got = trained(tmp_path / "run", f"optimizer.micro_batch_tokens={set_to}", "optimizer.gradient_checkpointing=auto")
+    lines = metrics_of(tmp_path / "run")
     assert {line["micro_batch_tokens"] for line in lines} == {passes_of} and max(seen) <= passes_of < sum(seen)
+    assert {line["recomputed_layers"] for line in lines} == {1}
     assert_same(got, expected, atol=1e-5)
 
 
@@ -101,9 +107,30 @@ def test_running_out_of_memory_changes_nothing_but_the_micro_batch(expected, tmp
 
     monkeypatch.setattr(Learner, "_logprobs", failing)
     got = trained(tmp_path / "run", "optimizer.micro_batch_tokens=128")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert lines[-1]["micro_batch_tokens"] < 128 and max(seen[4:]) < max(seen[:4])
     assert "out of memory in the update; it begins again with micro-batches of" in (tmp_path / "out.txt").read_text()
+    assert_same(got, expected, atol=1e-5)
+
+
+def test_running_out_of_memory_makes_all_layers_recompute_first(expected, tmp_path, monkeypatch):
+    """Where their number was the plan's; only then micro-batches shrink."""
+    logprobs, tried = Learner._logprobs, []
+
+    def failing(self, micro):
+        tried.append((self.recomputed_layers, self.micro_batch_tokens))
+        if len(tried) in (2, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logprobs(self, micro)
+
+    monkeypatch.setattr(Learner, "_logprobs", failing)
+    monkeypatch.setattr(trainer, "check_fits", lambda *_: Mock(micro_batch_limit=128, recomputed_layers=0))
+    got = trained(tmp_path / "run", "optimizer.gradient_checkpointing=auto", "optimizer.micro_batch_tokens=128")
+    assert tried[:4] == [(0, 128), (0, 128), (4, 128), (4, 128)]
+    assert all(count == 4 and tokens < 128 for count, tokens in tried[4:])
+    assert metrics_of(tmp_path / "run")[-1]["recomputed_layers"] == 4
+    text = (tmp_path / "out.txt").read_text()
+    assert "with all layers recomputed (set optimizer.gradient_checkpointing = true to begin so)" in text
     assert_same(got, expected, atol=1e-5)
 
 
@@ -148,7 +175,7 @@ def test_micro_batches_shrink_down_to_the_longest_sequence_that_counts():
         return TrainSequence([1] * 4, [2] * new, 1.0, kept, prompt_index=0, sample_index=0, first_slot=0)
 
     batch = TrainBatch([sequence(96, False), *(sequence(6, True) for _ in range(4))], torch.zeros(120))
-    run, tried = Mock(micro_batch_tokens=1000, device=torch.device("cpu"), step=0), []
+    run, tried = Mock(micro_batch_tokens=1000, device=torch.device("cpu"), step=0, _may_recompute_more=False), []
 
     def work() -> None:
         tried.append(max(len(micro.input_ids) for micro in batch.micro_batches(range(5), run.micro_batch_tokens)))

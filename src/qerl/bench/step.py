@@ -39,7 +39,7 @@ from qerl.display import Display
 from qerl.nn.load import load_model, resolve_device
 from qerl.nn.lora import lora_factors
 from qerl.philox import fold
-from qerl.plan.fit import CONTEXT_BYTES, budget_of, describe, nearest_settings, with_settings
+from qerl.plan.fit import CONTEXT_BYTES, SLACK_BYTES, budget_of, describe, nearest_settings, with_settings
 from qerl.plan.memory import Memory, Target, plan_memory, product_bytes
 from qerl.plan.shapes import ModelShape, read_shape
 from qerl.rl.trainer import Trainer
@@ -186,7 +186,10 @@ def _planned_case(case: Case, folder: Path, *, on_gpu: bool) -> tuple[ModelShape
         raise ValueError(f"--model {case.model}: choose one of {', '.join(SIZES)}")
     write_folder(folder / "model", case.model)
     config = run_config(case, folder)
-    target = Target.of(config, on_gpu=on_gpu, total_bytes=case.cap_bytes)
+    free = None if case.cap_bytes is None else budget_of(case.cap_bytes)
+    if free is None and on_gpu and torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0] - SLACK_BYTES
+    target = Target.of(config, on_gpu=on_gpu, total_bytes=case.cap_bytes, free_bytes=free)
     shape = read_shape(config.model)
     chosen = ""
     if case.cap_bytes is not None:
@@ -197,8 +200,11 @@ def _planned_case(case: Case, folder: Path, *, on_gpu: bool) -> tuple[ModelShape
             raise ValueError(f"{case.new_tokens} new tokens do not fit; would fit: {describe(settings)}")
         config, chosen = with_settings(config, settings), describe(settings)
     memory = plan_memory(shape, config, target)
-    config = with_settings(config, {"optimizer.micro_batch_tokens": memory.micro_batch_limit})  # what is planned is run
-    return shape, memory, config, chosen
+    passes = {
+        "optimizer.micro_batch_tokens": memory.micro_batch_limit,
+        "optimizer.gradient_checkpointing": memory.recomputed_layers,
+    }
+    return shape, memory, with_settings(config, passes), chosen  # what is planned is run
 
 
 # ------------------------------------------------------------------------------------------------- running it
@@ -310,8 +316,9 @@ def results(
     new = case.completions * case.drawn_tokens
     tokens = new + case.completions * case.prompt_tokens
     products = sum(parts[name].seconds for name in _UPDATE)
-    passes = config.loss.num_iterations * (3 if config.optimizer.gradient_checkpointing else 2)
-    update_flops = 2 * passes * (linears * tokens + head * new)
+    recomputed = metrics["recomputed_layers"] / size.layers
+    passes = config.loss.num_iterations * (2 + recomputed)
+    update_flops = round(2 * passes * (linears * tokens + head * new))
     rollout_flops = 2 * (linears * (new + case.completions // case.group * case.prompt_tokens) + head * new)
     weights = sum(product_bytes(product, 2) for product in shape.products) + 2 * head
     context = case.prompt_tokens + case.drawn_tokens / 2
@@ -327,6 +334,7 @@ def results(
         "optimizer_s": parts["optimizer"].seconds,
         "micro_batches": parts["forward"].times,
         "micro_batch_tokens": metrics["micro_batch_tokens"],
+        "recomputed_layers": metrics["recomputed_layers"],
         "rollout_tokens_per_s": new / metrics["time/rollout"],
         "update_tokens_per_s": tokens / metrics["time/update"],
         "rollout_flops": rollout_flops,

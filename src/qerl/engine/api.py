@@ -44,6 +44,9 @@ class SyncReport:
 class Engine(Protocol):
     """Samples completions from the trainer's model."""
 
+    decode_steps: int
+    """Passes since the engine was made that gave sequences their next tokens; stays 0 in one that does not say."""
+
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:

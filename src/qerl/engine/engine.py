@@ -110,6 +110,7 @@ class PagedEngine:
         self._most_pages: int | None = None
         self._cache: KVCache | None = None
         self._runner: Runner | None = None
+        self.decode_steps = 0
         self._captured: tuple[object, ...] = ()  # what the runner's graphs hold beside addresses
         if max_prompt_length is not None:
             new = config.max_completion_length
@@ -201,7 +202,9 @@ class PagedEngine:
             batch_invariant=self._config.batch_invariant,
         )
         while not scheduler.is_done:
-            for draft, completion in step(scheduler, runner, speculation):
+            ended, num_steps = step(scheduler, runner, speculation)
+            self.decode_steps += num_steps
+            for draft, completion in ended:
                 results[draft.group.index][draft.sample] = completion
                 num_done += 1
             if progress is not None:
@@ -313,8 +316,8 @@ class PagedEngine:
         return self._cache
 
 
-def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list[tuple[Draft, Completion]]:
-    """Make room, start what fits, decode up to the next look, and return what has ended."""
+def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> tuple[list[tuple[Draft, Completion]], int]:
+    """Make room, start what fits, decode up to the next look; what has ended, and the number of decode steps."""
     running = scheduler.running
     reach = speculation.reach(len(running)) if running else speculation.longest_reach
     if interrupted := scheduler.reserve(reach):
@@ -325,7 +328,7 @@ def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list
     runner.start(admission.started, len(running) - len(admission.started))
     runner.map_pages(scheduler.unmapped_pages())
     if not running:
-        return []  # a long prompt is on its way
+        return [], 0  # a long prompt is on its way
     tokens = speculation.tokens(len(running))
     steps = min(speculation.steps(tokens), reach // tokens, scheduler.most_left)  # one token each, at least
     ended, counts = runner.decode(len(running), steps, tokens, scheduler.num_context_pages)
@@ -336,7 +339,7 @@ def step(scheduler: Scheduler, runner: Runner, speculation: Speculation) -> list
     moves = scheduler.finish(ended, counts)
     if ended:
         runner.move(moves, len(running))
-    return list(zip(drafts, completions, strict=True))
+    return list(zip(drafts, completions, strict=True)), steps
 
 
 def _check_attention(dtype: torch.dtype, head_dim: int, *, batch_invariant: bool) -> None:

@@ -36,6 +36,7 @@ class TransformersEngine:
         """reason: why it is used, for the warning."""
         self._model, self._lm = model, causal_lm(model)
         self._eos_ids, self._config = frozenset(eos_ids), config
+        self.decode_steps = 0
         embedding: Any = self._lm.get_input_embeddings()
         self._device: torch.device = embedding.weight.device
         self._vocab_size = len(embedding.weight)
@@ -125,6 +126,7 @@ class TransformersEngine:
                     break
                 mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=1)
                 logits, cache = self._forward(tokens, mask, mask.sum(1, keepdim=True) - 1, cache)
+                self.decode_steps += 1
                 tokens = draw_next(logits, count)
         return [
             Completion(ids, logprobs, entropies, "stop" if ids[-1] in self._eos_ids else "length")

@@ -1,6 +1,8 @@
 """Activation recomputation: a decoder layer keeps its input alone and runs again in the backward pass.
 
 Memory for activations falls from some thirty hidden-sized tensors a layer to one, for one more forward pass of it.
+Where some layers recompute and others do not, the first ones do: when their turn comes in the backward pass, what the
+others kept is gone.
 With `offload` that one waits in the host's memory: it is copied while the layer computes, by a stream of its own, and
 comes back when the layer's turn is in the backward pass.
 
@@ -13,7 +15,7 @@ What a layer reads from outside (`RMSNorm.noise`) must be the same in both passe
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, update_wrapper
 from typing import Any
 
 import torch
@@ -24,26 +26,33 @@ from torch.utils.checkpoint import checkpoint
 from qerl.nn.structure import decoder_layers
 
 
-def recompute_layers(model: nn.Module, *, offload: bool = False) -> None:
-    """From now on every decoder layer recomputes its activations, whenever gradients are recorded.
+def recompute_layers(model: nn.Module, count: int | None = None, *, offload: bool = False) -> None:
+    """From now on the first `count` decoder layers (None: all), and no others, recompute where gradients are recorded.
 
-    offload: keep the layers' inputs in the host's memory meanwhile.
+    offload: keep these layers' inputs in the host's memory meanwhile.
     """
-    for layer in decoder_layers(model):
-        assert "forward" not in vars(layer), "this layer recomputes already"
-        layer.forward = _recomputed(layer.forward, offload)
+    layers = decoder_layers(model)
+    for number, layer in enumerate(layers):
+        if isinstance(vars(layer).get("forward"), _Recomputed):
+            del layer.forward
+        assert "forward" not in vars(layer), "this layer's forward pass is somebody else's"
+        if count is None or number < count:
+            layer.forward = _Recomputed(layer.forward, offload)
 
 
-def _recomputed(forward: Any, offload: bool) -> Any:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+class _Recomputed:
+    """A layer's forward pass."""
+
+    def __init__(self, forward: Any, offload: bool) -> None:
+        self._forward, self._offload = forward, offload
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         # A checkpoint saves its positional tensors, the hidden states alone; within it, hooks of its own are on top.
-        with saved_tensors_hooks(_to_host, _to_device) if offload else nullcontext():
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+        with saved_tensors_hooks(_to_host, _to_device) if self._offload else nullcontext():
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -247,7 +247,8 @@ def _for_update(shape: ModelShape, config: RunConfig, target: Target, budget: in
     """Recomputation, then the micro-batch, the logits' chunk, the host's memory: no more of them than it takes."""
     if _fits(shape, config, target, budget, {}, ("update",)):
         return {}
-    base: Settings = {} if config.optimizer.gradient_checkpointing else {_RECOMPUTE: True}
+    all_recompute = config.optimizer.gradient_checkpointing is True or config.optimizer.gradient_checkpointing == "auto"
+    base: Settings = {} if all_recompute else {_RECOMPUTE: True}
     found = _smaller_pieces(shape, config, target, budget, base)
     if found is None and not config.optimizer.offload_activations:
         found = _smaller_pieces(shape, config, target, budget, base | {_OFFLOAD: True})

@@ -20,13 +20,16 @@ A layer keeps for its backward pass, in numbers a token (H hidden, I intermediat
     attention         q, k, v, its output: 2 Q + 2 KV, and 4 bytes a head (log of the softmax's sum)
     SwiGLU            gate, up: 2 I
 
-and its backward pass makes up to 2 I + 2 H more. With recomputation one layer has all that, the others H each.
+and its backward pass makes up to 2 I + 2 H more. Layers that recompute have H each, but for the one whose turn it is:
+they are the first, so that by then what the others kept is gone.
 
 Leaves out: the CUDA context, what the allocator cannot use (fit.py has a reserve for them), and CUDA graphs' own nodes.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +57,10 @@ _SHARED_SUMS = 33 << 20  # kernels/w4a16: 132 blocks x 2 tiles of 256 rows x 128
 _QUANTISE_PIECE = 10 * 4 << 23  # formats/nvfp4: ten float32 temporaries of 2^23 weights, on a GPU
 _DEQUANTISE_PIECE = 6 << 23  # formats/int4, nf4: two codes as an int32 and as two float32, of 2^23 weights, on a GPU
 _FP32 = 4
+_LEAST_MICRO_BATCH_TOKENS = 2048
+_FIXED_COST = 3e11
+"""What a layer's pass costs however many tokens it has (launches, dequantisation), in weights x tokens: 32B's updates
+were 1.13 times as fast with 6,912 tokens as with 2,304, 7B's 1.36 times with 16,128 as with 4,608 (docs/memory.md)."""
 _LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
 MICRO_BATCH_TOKENS = 16_384
 """Of a run that leaves `optimizer.micro_batch_tokens` open, at least."""
@@ -73,7 +80,7 @@ class Target:
     total_bytes: int | None = None
     """Of the device's memory, where it is known: what a share in `rollout.kv_cache_memory` is of."""
     free_bytes: int | None = None
-    """Of it, what the run may take, where that is known: half for micro-batches that are longer than they must be."""
+    """Of it, what the run may take, where that is known: three quarters for what only makes the update faster."""
 
     @classmethod
     def of(
@@ -113,6 +120,8 @@ class Memory:
     """Of the longest micro-batch."""
     micro_batch_limit: int
     """Most tokens that one may have, unless a single sequence has more."""
+    recomputed_layers: int
+    """Decoder layers, the first ones, that recompute their activations in the backward pass."""
     kv_pages: int
     """Pages of the rollout's KV cache."""
     sequences_at_a_time: int
@@ -193,20 +202,18 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     kept = {name: size for name, size in phases["rollout"].items() if name in stays}
     room = max(sum(parts.values()) for parts in phases.values())
     if target.free_bytes is not None:
-        room = min(max(room, target.free_bytes // 2), target.free_bytes)
-    tokens = most = 0
-    for most in _micro_batches(shape, config, target):
-        tokens, completion_tokens = micro_batch(config, prompt, new, most)
-        activations = update_parts(shape, config, target, ranks, tokens, completion_tokens)
-        phases["update"] = always | kept | {"gradients": _FP32 * trained} | activations
-        if sum(phases["update"].values()) <= room:
-            break
+        room = min(max(room, target.free_bytes * 3 // 4), target.free_bytes)
+    always |= kept | {"gradients": _FP32 * trained}
+    most, recomputed = _passes(shape, config, target, ranks, prompt, new, room - sum(always.values()))
+    tokens, completion_tokens = micro_batch(config, prompt, new, most)
+    phases["update"] = always | update_parts(shape, config, target, ranks, tokens, completion_tokens, recomputed)
     return Memory(
         phases=phases,
         prompt_tokens=prompt,
         completion_tokens=new,
         micro_batch_tokens=tokens,
         micro_batch_limit=most,
+        recomputed_layers=recomputed,
         kv_pages=pages,
         sequences_at_a_time=_sequences_at_a_time(config, calls["rollout"], prompt, new, pages),
     )
@@ -425,16 +432,55 @@ def _sequences_at_a_time(config: RunConfig, call: Sampling, prompt: int, new: in
 # ------------------------------------------------------------------------------------------------- the update
 
 
-def _micro_batches(shape: ModelShape, config: RunConfig, target: Target) -> list[int]:
-    """Most tokens of a micro-batch to choose from, the last of which has to do.
+def _passes(
+    shape: ModelShape,
+    config: RunConfig,
+    target: Target,
+    ranks: Mapping[str, int],
+    prompt: int,
+    new: int,
+    room: int,
+) -> tuple[int, int]:
+    """Most tokens of a micro-batch and how many layers recompute: of what has room, what takes the least time.
+
+    Where nothing has room: what takes the least memory.
+    """
+    num_layers = len(shape.layers)
+    asked = config.optimizer.recomputed_layers(num_layers)
+    if asked is None and not target.on_gpu:
+        asked = num_layers  # nobody knows how much memory is free
+    counts = range(num_layers + 1) if asked is None else (asked,)
+    limits = _micro_batches(shape, config, target, may_be_short=asked is None)
+    weights = sum(product.columns * sum(product.rows) for product in shape.products) / num_layers
+    best, choice = math.inf, (limits[-1], counts[-1])
+    for most in limits:
+        tokens, completion_tokens = micro_batch(config, prompt, new, most)
+
+        def size(recomputed: int, tokens: int = tokens, completion_tokens: int = completion_tokens) -> int:
+            return sum(update_parts(shape, config, target, ranks, tokens, completion_tokens, recomputed).values())
+
+        fewest = bisect_left(counts, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
+        if fewest < len(counts):
+            passes = 2 + counts[fewest] / num_layers  # forward, backward, and forward again
+            seconds = passes * (1 + _FIXED_COST / (weights * tokens))
+            best, choice = min((best, choice), (seconds, (most, counts[fewest])), key=lambda it: it[0])
+    return choice
+
+
+def _micro_batches(shape: ModelShape, config: RunConfig, target: Target, *, may_be_short: bool) -> list[int]:
+    """Most tokens of a micro-batch to choose from, the longest first.
 
     A micro-batch of a small model takes the host longer to launch than a GPU to compute: 0.5 s and 0.13 s for 16,384
     tokens of 24 layers of Qwen2.5-0.5B beside an H200. Four times as many take no more memory than a larger model's.
+    may_be_short: down to a few thousand, so that layers can keep their activations.
     """
     if config.optimizer.micro_batch_tokens is not None:
         return [config.optimizer.micro_batch_tokens]
     most = min(_MOST_TIMES, _WIDE // shape.hidden) if target.on_gpu else 1
-    return [MICRO_BATCH_TOKENS * times for times in range(max(1, most), 0, -1)]
+    limits = [MICRO_BATCH_TOKENS * times for times in range(max(1, most), 0, -1)]
+    while may_be_short and target.free_bytes is not None and limits[-1] > _LEAST_MICRO_BATCH_TOKENS:
+        limits.append(limits[-1] // 2)
+    return limits
 
 
 def micro_batch(config: RunConfig, prompt: int, new: int, most: int) -> tuple[int, int]:
@@ -453,15 +499,22 @@ def update_parts(
     ranks: Mapping[str, int],
     tokens: int,
     completion_tokens: int,
+    recomputed: int,
 ) -> dict[str, int]:
-    """Activations of the longest micro-batch at the worst moment: within a layer's backward pass, or in the head's."""
+    """Activations of the longest micro-batch at the worst moment: within a layer's backward pass, or in the head's.
+
+    recomputed: of the layers, so many, the first ones.
+    """
     b, hidden = target.activation_bytes, shape.hidden
     layers = [layer_activations(shape, layer, ranks, target, tokens) for layer in shape.layers]
     one_layer = tokens * b * (2 * shape.intermediate + 2 * hidden)
-    kept = {"activations": sum(layers)}
-    if config.optimizer.gradient_checkpointing:
-        num_kept = min(len(layers), _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else len(layers)
-        kept = {"layer inputs": num_kept * tokens * hidden * b}
+    kept = {}
+    if recomputed:
+        num_kept = min(recomputed, _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else recomputed
+        kept["layer inputs"] = num_kept * tokens * hidden * b
+    if recomputed < len(layers):
+        kept["activations"] = sum(layers[recomputed:])
+    else:
         one_layer += max(layers) - tokens * hidden * b
     kept["rotary angles"] = 2 * tokens * shape.head_dim * b
     # One [chunk, V] in the head's dtype and, where that is not all (kernels/logprobs), two in float32, of which the

@@ -102,7 +102,7 @@ def step_seconds(shape: ModelShape, config: RunConfig, memory: Memory) -> list[S
     fitting = [r for r in RATES if (r.hidden, r.intermediate, r.layers, r.kv_width) == key]
     if not _as_measured(shape, config):
         return []
-    return [Seconds(r.gpu, _rollout(shape, config, memory, r), _update(config, memory, r)) for r in fitting]
+    return [Seconds(r.gpu, _rollout(shape, config, memory, r), _update(shape, config, memory, r)) for r in fitting]
 
 
 def _as_measured(shape: ModelShape, config: RunConfig) -> bool:
@@ -139,9 +139,12 @@ def _rollout(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -
     return rollout.prompts_per_step * memory.prompt_tokens / rate.prefill + step_s * memory.completion_tokens
 
 
-def _update(config: RunConfig, memory: Memory, rate: Rate) -> float | None:
+def _update(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) -> float | None:
     loss, completions = config.loss, config.rollout.prompts_per_step * config.rollout.num_generations
     tokens = completions * (memory.prompt_tokens + memory.completion_tokens)
-    us = rate.recomputing if config.optimizer.gradient_checkpointing else rate.update
+    share = memory.recomputed_layers / len(shape.layers)
+    if share < 1 and not rate.update:
+        return None
+    us = rate.update + share * (rate.recomputing - rate.update)
     scorings = (loss.num_iterations * loss.updates_per_rollout > 1) + (loss.beta > 0)
-    return tokens * (loss.num_iterations * us + scorings * rate.forward) / 1e6 if us else None
+    return tokens * (loss.num_iterations * us + scorings * rate.forward) / 1e6

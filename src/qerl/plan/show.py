@@ -83,6 +83,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "prompt_tokens": memory.prompt_tokens,
         "completion_tokens": memory.completion_tokens,
         "micro_batch_tokens": memory.micro_batch_tokens,
+        "recomputed_layers": memory.recomputed_layers,
         "sequences_at_a_time": memory.sequences_at_a_time,
         "seconds": [asdict(seconds) for seconds in plan.seconds],
         "card": None if plan.card is None else asdict(plan.card),
@@ -110,7 +111,8 @@ def _lines(plan: Plan) -> list[str]:
     lines = [
         f"prompts of {memory.prompt_tokens:,} and completions of {memory.completion_tokens:,} tokens at the most; "
         f"{memory.sequences_at_a_time:,} of full length decode at a time; "
-        f"micro-batches of up to {memory.micro_batch_tokens:,} tokens"
+        f"micro-batches of up to {memory.micro_batch_tokens:,} tokens; "
+        f"{memory.recomputed_layers} of {len(plan.shape.layers)} layers recompute their activations"
     ]
     if card is not None:
         reserve = (CONTEXT_BYTES + SLACK_BYTES) / 1e9

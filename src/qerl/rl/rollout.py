@@ -9,6 +9,7 @@ counts on through the rounds, so that no two prompts of a step share a random ke
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -89,6 +90,9 @@ class Rollout:
     num_missing_groups: int = 0
     """Short of `prompts_per_step` after the last round."""
     num_rounds: int = 0
+    num_decode_steps: int = 0
+    """0 where the engine does not say."""
+    scoring_seconds: float = 0.0
     reward_failures: dict[str, int] = field(default_factory=dict)
     """By reward function: sampled completions that it could not score (raised, None, NaN, infinite)."""
 
@@ -126,7 +130,9 @@ def collect_groups(
             )
             for number, (_, prompt_ids) in enumerate(prompts, first)
         ]
+        steps_before = engine.decode_steps
         completions = engine.generate(requests, sampling, progress)
+        rollout.num_decode_steps += engine.decode_steps - steps_before
         sampled = [
             RolloutGroup(
                 example=example,
@@ -140,8 +146,10 @@ def collect_groups(
         ]
         if scoring is not None:
             scoring(0, sum(len(group) for group in completions))
+        started = time.monotonic()
         for name, failed in score_groups(sampled, rewards, config, step).items():
             rollout.reward_failures[name] = rollout.reward_failures.get(name, 0) + failed
+        rollout.scoring_seconds += time.monotonic() - started
         varying = [group for group in sampled if reward_varies(group.rewards, loss.zero_variance_tolerance)]
         rollout.num_rounds += 1
         rollout.num_zero_variance_groups += len(sampled) - len(varying)

@@ -39,7 +39,6 @@ from qerl.evaluate.show import show_progress
 from qerl.metrics import CONSTANT_STEPS, constant_since
 from qerl.nn.load import eos_token_ids, load_model, open_base, resolve_device
 from qerl.nn.lora import attach_lora, check_saved_adapter, check_start, load_adapter_weights
-from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import head, max_positions
 from qerl.noise import NoiseDraw, NoiseMonitor, Observation, build_controller, relative_noise
 from qerl.plan import MICRO_BATCH_TOKENS, check_fits
@@ -130,16 +129,14 @@ class Trainer:
         if start is not None:
             load_adapter_weights(self.model, start)
         self.device = head(base).weight.device
-        if config.optimizer.gradient_checkpointing:
-            recompute_layers(self.model, offload=config.optimizer.offload_activations)
         max_prompt_length = self._max_prompt_length()
         if config.rollout.engine == "vllm":
             self.display.message("starting vLLM")
         self.engine = build_engine(
             self.model, eos_ids=eos_token_ids(base), config=config.rollout, max_prompt_length=max_prompt_length
         )
-        planned = MICRO_BATCH_TOKENS if plan is None else plan.micro_batch_limit
-        self.learner = Learner(self.model, config, self.display, config.optimizer.micro_batch_tokens or planned)
+        planned = (MICRO_BATCH_TOKENS, None) if plan is None else (plan.micro_batch_limit, plan.recomputed_layers)
+        self.learner = Learner(self.model, config, self.display, *planned)
         self.controller = build_controller(config.noise, config.steps)
         self.monitor = NoiseMonitor(config.noise)
         self.stream = PromptStream(self.task, self.tokenizer, seed=config.seed, max_prompt_length=max_prompt_length)
@@ -274,9 +271,13 @@ class Trainer:
             "data/too_long": self.stream.num_too_long,
             "tokens_per_second": rollout.num_new_tokens / rollout_seconds,
             "micro_batch_tokens": self.learner.micro_batch_tokens,
+            "recomputed_layers": self.learner.recomputed_layers,
             "time/rollout": rollout_seconds,
+            "time/scoring": rollout.scoring_seconds,
             "time/update": update_seconds,
         }
+        if rollout.num_decode_steps:
+            metrics["decode_steps"] = rollout.num_decode_steps
         if config.noise.enabled:
             metrics |= {
                 "noise/sigma": draw.sigma if draw else 0.0,

@@ -5,8 +5,8 @@
                -> clip, AdamW at the learning rate of the update's number                      optimizer.py
 
 Base weights are frozen and packed; the optimizer sees LoRA factors (and norm weights where they are trained) alone.
-Where memory runs out, micro-batches are halved; where a gradient is not finite, its update is left out. Called by
-rl/trainer.py.
+Where memory runs out, all layers recompute, then micro-batches are halved; where a gradient is not finite, its update
+is left out. Called by rl/trainer.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from qerl.display import Display
 from qerl.nn.attention import packed_forward
 from qerl.nn.head import token_logprobs
 from qerl.nn.lora import adapters_disabled
-from qerl.nn.structure import head
+from qerl.nn.recompute import recompute_layers
+from qerl.nn.structure import decoder_layers, head
 from qerl.noise import NoiseDraw, applied
 from qerl.rl.batch import MicroBatch, TrainBatch
 from qerl.rl.loss import LossSums, Normalizer, policy_loss
@@ -52,12 +53,26 @@ class Learner:
     watch: Watch
     """Around the passes and the optimizer; does nothing unless it is replaced."""
 
-    def __init__(self, model: PeftModel, config: RunConfig, display: Display, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PeftModel,
+        config: RunConfig,
+        display: Display,
+        micro_batch_tokens: int,
+        recomputed_layers: int | None,
+    ) -> None:
+        """micro_batch_tokens, recomputed_layers (None: all): what is planned; the config's own numbers come first."""
         self.model, self.config, self.display = model, config, display
         self.watch = lambda part: nullcontext()
         self.device = head(model).weight.device
         self.optimizer = build_optimizer(model, config.optimizer)
-        self.micro_batch_tokens = micro_batch_tokens  # or fewer, once memory has run out
+        self.micro_batch_tokens = config.optimizer.micro_batch_tokens or micro_batch_tokens
+        """Or fewer, once memory has run out."""
+        self._num_layers = len(decoder_layers(model))
+        asked = config.optimizer.recomputed_layers(self._num_layers)
+        self._may_recompute_more = asked is None
+        planned = self._num_layers if recomputed_layers is None else recomputed_layers
+        self._recompute(planned if asked is None else asked)
         self.rate_scale = 1.0
         self.skipped_updates = 0
         self.step = 0
@@ -158,7 +173,8 @@ class Learner:
         return results
 
     def _within_memory(self, batch: TrainBatch, part: Sequence[int], work: Callable[[], T]) -> T:
-        """`work()`; where memory runs out, again from its beginning with micro-batches half as large.
+        """`work()`; where memory runs out, again from its beginning: with all layers recomputed, where the number of
+        them was the plan's, then with micro-batches half as large.
 
         They stay so from then on. Gradients of a broken-off attempt are thrown away; those of a step do not depend on
         its cut. part: numbers of the sequences that `work` is about. OutOfMemoryError: each is alone already.
@@ -170,7 +186,8 @@ class Learner:
                 micro_batches = batch.micro_batches(part, self.micro_batch_tokens)
                 largest = max(len(micro.input_ids) for micro in micro_batches)
                 longest = max(member.num_tokens for micro in micro_batches for member in micro.members)
-                if largest == longest:
+                recomputes_more = self._may_recompute_more and self.recomputed_layers < self._num_layers
+                if largest == longest and not recomputes_more:
                     raise torch.OutOfMemoryError(
                         f"no memory for the update of one sequence of {longest:,} tokens: turn "
                         "optimizer.gradient_checkpointing and optimizer.offload_activations on, or lower "
@@ -180,11 +197,21 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.micro_batch_tokens = max(longest, largest // 2)
-            self.display.warning(
-                f"step {self.step + 1}: out of memory in the update; it begins again with micro-batches of "
-                f"{self.micro_batch_tokens:,} tokens (set optimizer.micro_batch_tokens to begin with them)"
-            )
+            if recomputes_more:
+                self._recompute(self._num_layers)
+                how = "all layers recomputed (set optimizer.gradient_checkpointing = true to begin so)"
+            else:
+                self.micro_batch_tokens = max(longest, largest // 2)
+                how = (
+                    f"micro-batches of {self.micro_batch_tokens:,} tokens (set optimizer.micro_batch_tokens to begin "
+                    "with them)"
+                )
+            self.display.warning(f"step {self.step + 1}: out of memory in the update; it begins again with {how}")
+
+    def _recompute(self, num_layers: int) -> None:
+        """From now on so many layers, the first ones, recompute their activations."""
+        self.recomputed_layers = num_layers
+        recompute_layers(self.model, num_layers, offload=self.config.optimizer.offload_activations)
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """policy_logprobs [C] with gradient, and the entropy [C], of the completion tokens."""

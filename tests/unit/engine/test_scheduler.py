@@ -167,7 +167,7 @@ def test_any_load_gives_every_completion_once_and_its_own_tokens(
     runner, results = TokenRunner(), {}
     while not scheduler.is_done:
         with patch("qerl.engine.scheduler.LOOKAHEAD", ahead + 1):  # so careless that drafts give way all the time
-            ended = step(scheduler, runner, speculation)
+            ended, _ = step(scheduler, runner, speculation)
         for draft, completion in ended:
             assert draft.age not in results
             results[draft.age] = completion.token_ids
@@ -236,7 +236,7 @@ def test_the_youngest_gives_way_and_the_oldest_never() -> None:
     interrupted, ended = [], []
     while not scheduler.is_done:
         before = {draft.age for draft in scheduler.running}
-        done = [draft.age for draft, _ in step(scheduler, runner, plain)]
+        done = [draft.age for draft, _ in step(scheduler, runner, plain)[0]]
         interrupted += sorted(before - {draft.age for draft in scheduler.running} - set(done))
         ended += done
     assert interrupted == [(1, 0), (0, 1)] and ended == [(0, 0), (0, 1), (1, 0)]

@@ -58,6 +58,14 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return seen
 
 
+def test_an_engine_says_how_many_steps_it_took(steps: Counter[int]) -> None:
+    engine = build_engine(policy("qwen2"), eos_ids=(0, 1), config=RolloutConfig())
+    assert engine.decode_steps == 0
+    for _ in range(2):
+        engine.generate(requests(5, 33, samples=3, max_new_tokens=40), SamplingParams())
+        assert engine.decode_steps == sum(steps.values()) > 0
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("per", ["rollout", "prompt", "completion"])
 def test_the_same_tokens_in_fewer_steps(per: str, kv_cache_dtype: str, steps: Counter[int]) -> None:

@@ -432,6 +432,20 @@ def test_recomputation_keeps_less():
     assert saved_bytes(recomputed)[0] < 0.25 * saved_bytes(kept)[0]
 
 
+def test_the_first_layers_recompute_and_the_number_can_change():
+    model = adapted_model()
+    everything, sizes = saved_bytes(model)[0], {}
+    for count in (1, None, 0, 2, 1):
+        recompute_layers(model, count)
+        size = saved_bytes(model)[0]
+        assert sizes.setdefault(count, size) == size  # whatever it was before
+    assert sizes[0] == everything and sizes[None] == sizes[2] < sizes[1] < everything
+    first, last = decoder_layers(model)
+    assert "forward" in vars(first) and "forward" not in vars(last)
+    expected = gradients(adapted_model())
+    assert all(torch.equal(expected[name], gradient) for name, gradient in gradients(model).items())
+
+
 def test_offloading_moves_every_layers_input_and_nothing_else(monkeypatch):
     moved = []
     to_host = recompute._to_host

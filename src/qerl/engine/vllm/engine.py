@@ -59,6 +59,7 @@ class VLLMEngine:
         """Load the model's folder into vLLM. ValueError: adapters that vLLM cannot apply."""
         lm = causal_lm(model)
         self._open = None
+        self.decode_steps = 0
         self._model, self._eos_ids = model, list(eos_ids)
         self._vocab_size = len(head(model).weight)
         self._on_gpu = head(model).weight.device.type == "cuda"
