@@ -123,3 +123,8 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1 and capsys.readouterr().err == "qerl: no memory to sample\n"
+
+
+def test_the_package_runs_as_the_command():
+    ran = subprocess.run([sys.executable, "-m", "qerl", "--help"], capture_output=True, text=True, check=True)
+    assert " train " in ran.stdout and " plan " in ran.stdout

@@ -292,6 +292,7 @@ def describe_case(
         "planned_new_tokens": case.new_tokens,
         "settings": " ".join([*case.overrides, chosen]).strip(),
         "micro_batch_tokens": memory.micro_batch_tokens,
+        "recomputed_layers": memory.recomputed_layers,
         "sequences_at_a_time": memory.sequences_at_a_time,
         "planned_peak_gb": round((memory.peak + CONTEXT_BYTES) / 1e9, 3),
     }
