@@ -58,9 +58,10 @@ _QUANTISE_PIECE = 10 * 4 << 23  # formats/nvfp4: ten float32 temporaries of 2^23
 _DEQUANTISE_PIECE = 6 << 23  # formats/int4, nf4: two codes as an int32 and as two float32, of 2^23 weights, on a GPU
 _FP32 = 4
 _LEAST_MICRO_BATCH_TOKENS = 2048
-_FIXED_COST = 3e11
-"""What a layer's pass costs however many tokens it has (launches, dequantisation), in weights x tokens: 32B's updates
-were 1.13 times as fast with 6,912 tokens as with 2,304, 7B's 1.36 times with 16,128 as with 4,608 (docs/memory.md)."""
+_LAUNCHES, _BESIDE_PRODUCTS, _DEQUANTISATION = 1.5e12, 3e7, 250
+"""Of a layer's pass, fitted to updates of 0.5B, 7B and 32B on an H200 (docs/memory.md): the host launches it in the time
+in which the GPU computes so many weights x tokens; what is not products counts as so many weights, dequantisation as so
+many tokens."""
 _LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
 MICRO_BATCH_TOKENS = 16_384
 """Of a run that leaves `optimizer.micro_batch_tokens` open, at least."""
@@ -451,7 +452,7 @@ def _passes(
         asked = num_layers  # nobody knows how much memory is free
     counts = range(num_layers + 1) if asked is None else (asked,)
     limits = _micro_batches(shape, config, target, may_be_short=asked is None)
-    weights = sum(product.columns * sum(product.rows) for product in shape.products) / num_layers
+    weights = sum(product.columns * sum(product.rows) for product in shape.products) / num_layers + _BESIDE_PRODUCTS
     best, choice = math.inf, (limits[-1], counts[-1])
     for most in limits:
         tokens, completion_tokens = micro_batch(config, prompt, new, most)
@@ -462,7 +463,7 @@ def _passes(
         fewest = bisect_left(counts, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
         if fewest < len(counts):
             passes = 2 + counts[fewest] / num_layers  # forward, backward, and forward again
-            seconds = passes * (1 + _FIXED_COST / (weights * tokens))
+            seconds = passes * max(1 + _DEQUANTISATION / tokens, _LAUNCHES / (weights * tokens))
             best, choice = min((best, choice), (seconds, (most, counts[fewest])), key=lambda it: it[0])
     return choice
 
