@@ -59,9 +59,9 @@ _DEQUANTISE_PIECE = 6 << 23  # formats/int4, nf4: two codes as an int32 and as t
 _FP32 = 4
 _LEAST_MICRO_BATCH_TOKENS = 2048
 _LAUNCHES, _BESIDE_PRODUCTS, _DEQUANTISATION = 1.5e12, 3e7, 250
-"""Of a layer's pass, fitted to updates of 0.5B, 7B and 32B on an H200 (docs/memory.md): the host launches it in the time
-in which the GPU computes so many weights x tokens; what is not products counts as so many weights, dequantisation as so
-many tokens."""
+"""Of a layer's pass, fitted to updates of 0.5B, 7B and 32B on an H200 (docs/memory.md): the host launches it while the
+GPU computes so many weights x tokens; what is not products counts as so many weights, dequantisation as so many
+tokens."""
 _LEAST_IN_8_BITS, _BLOCK_IN_8_BITS = 4096, 256  # of bitsandbytes' 8-bit optimizers: numbers of a tensor, of a scale
 MICRO_BATCH_TOKENS = 16_384
 """Of a run that leaves `optimizer.micro_batch_tokens` open, at least."""
@@ -464,7 +464,8 @@ def _passes(
         if fewest < len(counts):
             passes = 2 + counts[fewest] / num_layers  # forward, backward, and forward again
             seconds = passes * max(1 + _DEQUANTISATION / tokens, _LAUNCHES / (weights * tokens))
-            best, choice = min((best, choice), (seconds, (most, counts[fewest])), key=lambda it: it[0])
+            if seconds < best:
+                best, choice = seconds, (most, counts[fewest])
     return choice
 
 

@@ -137,9 +137,9 @@ def test_micro_batches_of_small_models_are_larger_where_there_is_room(models, na
 @pytest.mark.parametrize(
     "name, card, limit, recomputed",
     [
-        ("0.5B", 24, 65_536, 20), ("0.5B", 141, 65_536, 0), ("3B", 24, 16_384, 29), ("3B", 80, 16_384, 0),
-        ("7B", 16, 8_192, 27), ("7B", 40, 4_096, 0), ("7B", 80, 8_192, 0), ("7B", 141, 16_384, 0),
-        ("32B", 80, 2_048, 0),
+        ("0.5B", 24, 32_768, 13), ("0.5B", 141, 65_536, 0), ("3B", 24, 16_384, 29), ("3B", 80, 16_384, 0),
+        ("7B", 16, 8_192, 27), ("7B", 40, 8_192, 13), ("7B", 80, 8_192, 0), ("7B", 141, 16_384, 0),
+        ("32B", 80, 4_096, 31),
     ],
 )  # fmt: skip
 def test_as_few_layers_recompute_as_memory_asks_for(models, name, card, limit, recomputed):
@@ -154,8 +154,8 @@ def test_as_few_layers_recompute_as_memory_asks_for(models, name, card, limit, r
         settings = {"optimizer.micro_batch_tokens": tokens, "optimizer.gradient_checkpointing": count}
         of = plan_memory(shape, with_settings(config, settings), target)
         assert of.recomputed_layers == count
-        layer = shape.num_weights / num_layers
-        return (2 + count / num_layers) * (1 + 3e11 / layer / of.micro_batch_tokens), of.peaks["update"]
+        layer, passes, tokens = shape.num_weights / num_layers, 2 + count / num_layers, of.micro_batch_tokens
+        return passes * max(1 + 250 / tokens, 1.5e12 / (layer + 3e7) / tokens), of.peaks["update"]
 
     mine, peak = time_and_peak(limit, recomputed)
     assert peak == memory.peaks["update"] <= room
@@ -210,7 +210,7 @@ def test_a_larger_micro_batch_refuses_no_run(models, monkeypatch):
     """Most of the memory is somebody else's: it takes what it took before, or what is in between."""
     settings = "rollout.num_generations=32", "rollout.kv_cache_tokens=32768", "eval.num_problems=0"
     config = load_config(None, [f"model.path={models / '0.5B'}", *settings])
-    for free, tokens, recomputed in ((24, 65_536, 20), (9, 49_152, 23), (5, 16_384, 23), (4, 8_192, 22)):
+    for free, tokens, recomputed in ((24, 32_768, 13), (9, 32_768, 22), (5, 16_384, 23), (4, 8_192, 22)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free * 10**9, 24 * 10**9))
         memory = check_fits(config, torch.device("cuda"))
         assert memory is not None and (memory.micro_batch_limit, memory.recomputed_layers) == (tokens, recomputed)
