@@ -22,8 +22,8 @@ from qerl.config import RunConfig
 from qerl.formats.nvfp4 import NVFP4Tensor
 from qerl.kernels.nvrtc import cache_folder
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS, PackedWeight, pack, path_of, w4a16
+from qerl.plan import Target, plan_memory
 from qerl.plan.fit import budget_of, describe, nearest_settings
-from qerl.plan.memory import Target, plan_memory
 from qerl.plan.shapes import ModelShape, shape_of
 
 LIBRARIES = (

@@ -10,8 +10,8 @@ from qerl import doctor
 from qerl.cli import app
 from qerl.config import load_config
 from qerl.kernels.w4a16 import path_of
+from qerl.plan import Target, plan_memory
 from qerl.plan.fit import budget_of
-from qerl.plan.memory import Target, plan_memory
 
 
 @pytest.fixture

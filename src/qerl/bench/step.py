@@ -40,8 +40,9 @@ from qerl.nn.load import load_model, resolve_device
 from qerl.nn.lora import lora_factors
 from qerl.philox import fold
 from qerl.plan.fit import CONTEXT_BYTES, SLACK_BYTES, budget_of, describe, nearest_settings, with_settings
-from qerl.plan.memory import Memory, Target, plan_memory, product_bytes
+from qerl.plan.memory import Memory, plan_memory, product_bytes
 from qerl.plan.shapes import ModelShape, read_shape
+from qerl.plan.target import Target
 from qerl.rl.trainer import Trainer
 from qerl.tasks.rewards import RewardRunner, RewardSpec
 from qerl.tasks.rows import RowsTask

@@ -2,6 +2,7 @@
 
     config.json, headers of a packed folder -> ModelShape     shapes.py
     ModelShape, RunConfig, Target -> Memory                   memory.py    bytes by part, in four phases
+      .. -> micro-batches, layers that recompute              update.py    the update's activations
     Memory, a card's bytes -> limits, nearest settings        fit.py       also what `qerl train` refuses by
     ModelShape, RunConfig -> seconds                          rates.py     from measured rates alone
                                                               show.py      the tables of `qerl plan`
@@ -12,7 +13,9 @@ full length. Sums are arithmetic over shapes; no tensor is made, no weight is re
 """
 
 from qerl.plan.fit import check_fits
-from qerl.plan.memory import MICRO_BATCH_TOKENS, Memory, Target, plan_memory
+from qerl.plan.memory import Memory, plan_memory
 from qerl.plan.shapes import ModelShape, read_shape
+from qerl.plan.target import Target
+from qerl.plan.update import MICRO_BATCH_TOKENS
 
 __all__ = ["MICRO_BATCH_TOKENS", "Memory", "ModelShape", "Target", "check_fits", "plan_memory", "read_shape"]

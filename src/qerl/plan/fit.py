@@ -23,8 +23,10 @@ import torch
 from qerl.config import RunConfig
 from qerl.engine.drafts import pages_alone
 from qerl.engine.kv_cache import PAGE_SIZE
-from qerl.plan.memory import MICRO_BATCH_TOKENS, Memory, Target, plan_memory
+from qerl.plan.memory import Memory, plan_memory
 from qerl.plan.shapes import ModelShape, NotPlanned, read_shape
+from qerl.plan.target import Target
+from qerl.plan.update import MICRO_BATCH_TOKENS
 
 logger = logging.getLogger(__name__)
 

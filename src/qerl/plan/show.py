@@ -21,9 +21,10 @@ from qerl.plan.fit import (
     find_limits,
     nearest_settings,
 )
-from qerl.plan.memory import Memory, Target, plan_memory
+from qerl.plan.memory import Memory, plan_memory
 from qerl.plan.rates import NOT_MEASURED, SOURCE, Seconds, step_seconds
 from qerl.plan.shapes import ModelShape, read_shape
+from qerl.plan.target import Target
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from qerl.formats.folding import Fold
 from qerl.formats.writing import quantize_checkpoint
 from qerl.nn.lora import adapters_disabled
 from qerl.noise import SITE_NAMES, NoiseDraw, applied, noise_sites
-from qerl.plan.memory import Target, plan_memory
+from qerl.plan import Target, plan_memory
 from qerl.plan.shapes import read_shape
 from qerl.rl.rollout import Rollout
 from qerl.rl.summary import rollout_metrics

@@ -24,8 +24,9 @@ from qerl.formats.writing import quantize_checkpoint
 from qerl.kernels.coded import CodedWeight
 from qerl.nn.linear import PackedLinear
 from qerl.nn.load import load_model
-from qerl.plan.memory import Target, model_parts
+from qerl.plan.memory import model_parts
 from qerl.plan.shapes import read_shape
+from qerl.plan.target import Target
 
 IDS = torch.arange(3, 33)[None]
 UP = "model.layers.0.mlp.up_proj"

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.config import load_config
-from qerl.plan import check_fits, plan_memory, read_shape
+from qerl.plan import Target, check_fits, plan_memory, read_shape
 from qerl.plan.fit import SLACK_BYTES, budget_of, describe, find_limits, nearest_settings, parse_card, with_settings
-from qerl.plan.memory import Target
 from qerl.plan.rates import RATES, step_seconds
 from qerl.plan.show import as_json, make_plan
 

@@ -32,13 +32,10 @@ from qerl.nn.load import load_model
 from qerl.nn.lora import attach_lora
 from qerl.nn.recompute import recompute_layers
 from qerl.nn.structure import decoder_layers, head
-from qerl.plan.memory import (
-    Target,
-    model_parts,
-    plan_memory,
-    update_parts,
-)
+from qerl.plan.memory import model_parts, plan_memory
 from qerl.plan.shapes import adapter_ranks, read_shape
+from qerl.plan.target import Target
+from qerl.plan.update import update_parts
 from qerl.rl.optimizer import build_optimizer
 from qerl.types import Request, SamplingParams
 

@@ -1,0 +1,161 @@
+"""The update: what its activations take, and how it is cut so that it is fast within the memory that there is.
+
+    choose_passes     tokens of a micro-batch, layers that recompute: of all that has room, what takes the least time
+    update_parts      bytes of the longest micro-batch at the worst moment
+
+T is the tokens of the longest micro-batch, b the bytes of an activation.
+
+A layer keeps for its backward pass, in numbers a token (H hidden, I intermediate, Q and KV the widths of q and of k):
+
+    norms             2 H
+    what LoRA reads   H (q, k, v), H (gate, up); those of o and down are kept by their neighbours or I; the ranks;
+                      on a GPU, over a packed base, the largest rank three times more: room behind rows
+    attention         q, k, v, its output: 2 Q + 2 KV, and 4 bytes a head (log of the softmax's sum)
+    SwiGLU            gate, up: 2 I
+
+and its backward pass makes up to 2 I + 2 H more. Layers that recompute have H each, but for the one whose turn it is:
+they are the first, so that by then what the others kept is gone.
+
+Called by memory.py. docs/memory.md has the measurements behind the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from qerl.config import RunConfig
+from qerl.kernels.adapter import MAX_RANK
+from qerl.kernels.room import room_for
+from qerl.nn.attention import VARLEN_HAS_GQA
+from qerl.plan.shapes import Layer, ModelShape
+from qerl.plan.target import Target
+
+_FP32 = 4
+MICRO_BATCH_TOKENS = 16_384
+"""The longest that is looked at, and what a run has that is not planned."""
+_MOST_TIMES, _WIDE = 4, 3584  # .. times as many, for a hidden size of so much less than this one (Qwen2.5-7B's)
+_LEAST_MICRO_BATCH_TOKENS = 2048
+_LAUNCHES, _BESIDE_PRODUCTS, _DEQUANTISATION = 1.5e12, 3e7, 250
+"""Of a layer's pass, fitted to updates of 0.5B, 7B and 32B on an H200 (docs/memory.md): the host launches it while the
+GPU computes so many weights x tokens; what is not products counts as so many weights, dequantisation as so many
+tokens."""
+_INPUTS_ON_THEIR_WAY = 2  # nn/recompute.py: the layer's own, and the last one's, which may still be copied
+
+
+def choose_passes(
+    shape: ModelShape,
+    config: RunConfig,
+    target: Target,
+    ranks: Mapping[str, int],
+    prompt: int,
+    new: int,
+    room: int,
+) -> tuple[int, int]:
+    """Most tokens of a micro-batch and how many layers recompute: of what has room, what takes the least time.
+
+    Where nothing has room: what takes the least memory.
+    """
+    num_layers = len(shape.layers)
+    asked = config.optimizer.recomputed_layers(num_layers)
+    if asked is None and not target.on_gpu:
+        asked = num_layers  # nobody knows how much memory is free
+    counts = range(num_layers + 1) if asked is None else (asked,)
+    limits = _micro_batches(shape, config, target, may_be_short=asked is None)
+    weights = shape.num_weights / num_layers + _BESIDE_PRODUCTS
+    best, choice = math.inf, (limits[-1], counts[-1])
+    for most in limits:
+        tokens, completion_tokens = micro_batch(config, prompt, new, most)
+
+        def size(recomputed: int, tokens: int = tokens, completion_tokens: int = completion_tokens) -> int:
+            return sum(update_parts(shape, config, target, ranks, tokens, completion_tokens, recomputed).values())
+
+        fewest = bisect_left(counts, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
+        if fewest < len(counts):
+            passes = 2 + counts[fewest] / num_layers  # forward, backward, and forward again
+            seconds = passes * max(1 + _DEQUANTISATION / tokens, _LAUNCHES / (weights * tokens))
+            if seconds < best:
+                best, choice = seconds, (most, counts[fewest])
+    return choice
+
+
+def _micro_batches(shape: ModelShape, config: RunConfig, target: Target, *, may_be_short: bool) -> list[int]:
+    """Most tokens of a micro-batch to choose from, the longest first.
+
+    A micro-batch of a small model takes the host longer to launch than a GPU to compute: 0.5 s and 0.13 s for 16,384
+    tokens of 24 layers of Qwen2.5-0.5B beside an H200. Four times as many take no more memory than a larger model's.
+    may_be_short: down to a few thousand, so that layers can keep their activations.
+    """
+    if config.optimizer.micro_batch_tokens is not None:
+        return [config.optimizer.micro_batch_tokens]
+    most = min(_MOST_TIMES, _WIDE // shape.hidden) if target.on_gpu else 1
+    limits = [MICRO_BATCH_TOKENS * times for times in range(max(1, most), 0, -1)]
+    while may_be_short and target.free_bytes is not None and limits[-1] > _LEAST_MICRO_BATCH_TOKENS:
+        limits.append(limits[-1] // 2)
+    return limits
+
+
+def micro_batch(config: RunConfig, prompt: int, new: int, most: int) -> tuple[int, int]:
+    """Tokens of the longest micro-batch, and the completion tokens among them; most: that it may have."""
+    rollout = config.rollout
+    sequences = rollout.prompts_per_step * rollout.num_generations // config.loss.updates_per_rollout
+    tokens = max(prompt + new, min(most, sequences * (prompt + new)))
+    # Short prompts leave the most room for completions; a prompt has at least one token.
+    return tokens, min(tokens - tokens // (prompt + new), sequences * new)
+
+
+def update_parts(
+    shape: ModelShape,
+    config: RunConfig,
+    target: Target,
+    ranks: Mapping[str, int],
+    tokens: int,
+    completion_tokens: int,
+    recomputed: int,
+) -> dict[str, int]:
+    """Activations of the longest micro-batch at the worst moment: within a layer's backward pass, or in the head's.
+
+    recomputed: of the layers, so many, the first ones.
+    """
+    b, hidden = target.activation_bytes, shape.hidden
+    layers = [layer_activations(shape, layer, ranks, target, tokens) for layer in shape.layers]
+    one_layer = tokens * b * (2 * shape.intermediate + 2 * hidden)
+    kept = {}
+    if recomputed:
+        num_kept = min(recomputed, _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else recomputed
+        kept["layer inputs"] = num_kept * tokens * hidden * b
+    if recomputed < len(layers):
+        kept["activations"] = sum(layers[recomputed:])
+    else:
+        one_layer += max(layers) - tokens * hidden * b
+    kept["rotary angles"] = 2 * tokens * shape.head_dim * b
+    # One [chunk, V] in the head's dtype and, where that is not all (kernels/logprobs), two in float32, of which the
+    # first may be the same; the last norm's input and output, and the states that predict a token, with their gradient.
+    score = b if target.on_gpu and b == 2 else 2 * _FP32 + b * (b != _FP32)
+    logits = min(config.optimizer.logprob_chunk, completion_tokens) * shape.vocabulary * score
+    logits += b * 2 * (tokens + completion_tokens) * hidden
+    return kept | ({"one layer, backward": one_layer} if one_layer > logits else {"logits": logits})
+
+
+def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int], target: Target, tokens: int) -> int:
+    """Bytes that a layer keeps for its backward pass; the module's text has the list."""
+    b, hidden, intermediate = target.activation_bytes, shape.hidden, shape.intermediate
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    adapted = [linear for linear in layer.linears if ranks.get(linear.name, 0)]
+    names = {linear.name.rpartition(".")[2] for linear in adapted}
+    numbers = 2 * hidden + 2 * intermediate + sum(ranks[linear.name] for linear in adapted)
+    numbers += hidden * (not names.isdisjoint({"q_proj", "k_proj", "v_proj"}))
+    numbers += hidden * (not names.isdisjoint({"gate_proj", "up_proj"}))
+    numbers += intermediate * ("down_proj" in names)
+    if target.on_gpu and target.activation_bytes == 2:  # kernels/room.py: behind both norms' results and SwiGLU's
+        within = [ranks.get(linear.name, 0) for p in layer.products if p.packed for linear in p.linears]
+        # Above rank 64 there is none; it is counted as 64, so that a plan for a higher rank is never less.
+        numbers += 3 * room_for(min(max(within, default=0), MAX_RANK))
+    repeated = target.on_gpu and target.activation_bytes == 2 and not VARLEN_HAS_GQA  # k and v for every head of q
+    numbers += 2 * q + 2 * (q if repeated else kv)
+    if not (target.on_gpu and target.activation_bytes == 2) and "o_proj" in names:
+        numbers += q  # attention's outputs, sequence by sequence and side by side
+    if shape.has_head_norms:
+        numbers += q + kv
+    return tokens * (numbers * b + shape.heads * _FP32)
