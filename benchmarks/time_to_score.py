@@ -110,7 +110,7 @@ def train_trl(config: RunConfig, folder: Path) -> dict[int, float]:
             adam_beta2=optimizer.beta2,
             weight_decay=optimizer.weight_decay,
             max_grad_norm=optimizer.max_grad_norm,
-            gradient_checkpointing=optimizer.gradient_checkpointing,
+            gradient_checkpointing=optimizer.recomputed_layers(1) != 0,  # all or none; by default all
             shuffle_dataset=False,
             seed=config.seed,
             bf16=on_gpu,

@@ -498,7 +498,7 @@ class OptimizerConfig(Section):
     """Share of all optimizer steps in which the rate rises from 0."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory and time, not the result.
-    Default: 16,384, and on a GPU up to four times as many for a small model, where there is room (docs/memory.md)."""
+    Default: 16,384; on a GPU more for a small model with room, or fewer where there is none (docs/memory.md)."""
     gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: of all decoder layers (true), of none (false), of the first so many,
     or of as few as the GPU's free memory asks for (docs/memory.md); changes memory and time, not the result."""
@@ -506,6 +506,16 @@ class OptimizerConfig(Section):
     """Keep what recomputation starts from, each layer's input, in the host's memory until the backward pass."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _is_one_of_its_kinds(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and value >= 0):  # true and false are integers, too
+            return value
+        raise ValueError(
+            f"optimizer.gradient_checkpointing is {json.dumps(value, default=str)}: set true, false, the number of layers "
+            'that recompute, or "auto"'
+        )
 
     @model_validator(mode="after")
     def _offloads_what_recomputation_keeps(self) -> OptimizerConfig:

@@ -130,8 +130,26 @@ def test_running_out_of_memory_makes_all_layers_recompute_first(expected, tmp_pa
     assert all(count == 4 and tokens < 128 for count, tokens in tried[4:])
     assert metrics_of(tmp_path / "run")[-1]["recomputed_layers"] == 4
     text = (tmp_path / "out.txt").read_text()
-    assert "with all layers recomputed (set optimizer.gradient_checkpointing = true to begin so)" in text
+    assert "with all layers recomputed (set optimizer.gradient_checkpointing = true and optimizer.micro" in text
     assert_same(got, expected, atol=1e-5)
+
+
+def test_a_scoring_pass_without_memory_makes_no_layer_recompute(expected, tmp_path, monkeypatch):
+    """It keeps no activations: only shorter micro-batches are of use."""
+    score, tried = Learner._score, []
+
+    def failing(self, *args):
+        tried.append((self.recomputed_layers, self.micro_batch_tokens))
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(self, *args)
+
+    monkeypatch.setattr(Learner, "_score", failing)
+    monkeypatch.setattr(trainer, "check_fits", lambda *_: Mock(micro_batch_limit=128, recomputed_layers=0))
+    trained(
+        tmp_path / "run", "optimizer.gradient_checkpointing=auto", "optimizer.micro_batch_tokens=128", "loss.beta=0.1"
+    )
+    assert tried[0] == (0, 128) and all(count == 0 and tokens < 128 for count, tokens in tried[1:])
 
 
 def test_a_run_without_enough_memory_is_saved_and_goes_on_with_less(expected, tmp_path, monkeypatch):

@@ -350,6 +350,16 @@ def test_a_wrong_type_is_refused(override):
         load_config(None, [override])
 
 
+@pytest.mark.parametrize("value", ["AUTO", "-1", "2.5", '"3"', "null", "[]"])
+def test_what_recomputes_is_refused_in_one_line(value):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"optimizer.gradient_checkpointing={value}"])
+    shown = '"AUTO"' if value == "AUTO" else value
+    assert str(error.value) == (
+        f'optimizer.gradient_checkpointing is {shown}: set true, false, the number of layers that recompute, or "auto"'
+    )
+
+
 # ---------------------------------------------------------------- rules across fields
 
 

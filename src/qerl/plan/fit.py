@@ -5,8 +5,8 @@
 
 So a plan promises less than the card has, and training refuses only what has no chance: tensors alone that are more
 than the card's free memory. Limits and settings are found by bisection over whole plans, since every part is monotone
-in every setting that is looked at. (But for the length of micro-batches where the plan chooses it: longer than they
-must be, they never make a run not fit.)
+in every setting that is looked at. (But for micro-batches, and layers that keep their activations, where the plan
+chooses them: they never make a run not fit.)
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def _for_update(shape: ModelShape, config: RunConfig, target: Target, budget: in
     """Recomputation, then the micro-batch, the logits' chunk, the host's memory: no more of them than it takes."""
     if _fits(shape, config, target, budget, {}, ("update",)):
         return {}
-    all_recompute = config.optimizer.gradient_checkpointing is True or config.optimizer.gradient_checkpointing == "auto"
-    base: Settings = {} if all_recompute else {_RECOMPUTE: True}
+    is_open = config.optimizer.gradient_checkpointing is True or config.optimizer.gradient_checkpointing == "auto"
+    base: Settings = {} if is_open else {_RECOMPUTE: "auto"}
     found = _smaller_pieces(shape, config, target, budget, base)
     if found is None and not config.optimizer.offload_activations:
         found = _smaller_pieces(shape, config, target, budget, base | {_OFFLOAD: True})

@@ -37,7 +37,7 @@ from qerl.kernels.room import room_for
 from qerl.kernels.w4a16 import MAX_FUSED_TOKENS
 from qerl.plan.shapes import Linear, ModelShape, NotPlanned, Product, adapter_ranks
 from qerl.plan.target import Target
-from qerl.plan.update import choose_passes, micro_batch, update_parts
+from qerl.plan.update import choose_passes, kept_by_layers, micro_batch, update_parts
 
 _CUBLAS_WORKSPACE = 32 << 20  # torch's for a stream on Hopper, 8 MiB on other chips
 _STREAMS = 2  # the usual one, and that of CUDA graphs
@@ -161,11 +161,13 @@ def plan_memory(shape: ModelShape, config: RunConfig, target: Target) -> Memory:
     kept = {name: size for name, size in phases["rollout"].items() if name in stays}
     room = max(sum(parts.values()) for parts in phases.values())
     if target.free_bytes is not None:
-        room = min(max(room, target.free_bytes * 3 // 4), target.free_bytes)
+        room = min(max(room, target.free_bytes * 3 // 4), target.free_bytes * 9 // 10)
     always |= kept | {"gradients": _FP32 * trained}
-    most, recomputed = choose_passes(shape, config, target, ranks, prompt, new, room - sum(always.values()))
+    taken, layer_bytes = sum(always.values()), kept_by_layers(shape, ranks, target)
+    rooms = room - taken, (room if target.free_bytes is None else target.free_bytes) - taken
+    most, recomputed = choose_passes(shape, config, target, layer_bytes, prompt, new, rooms)
     tokens, completion_tokens = micro_batch(config, prompt, new, most)
-    phases["update"] = always | update_parts(shape, config, target, ranks, tokens, completion_tokens, recomputed)
+    phases["update"] = always | update_parts(shape, config, target, layer_bytes, tokens, completion_tokens, recomputed)
     return Memory(
         phases=phases,
         prompt_tokens=prompt,

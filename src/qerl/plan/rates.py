@@ -21,6 +21,7 @@ from qerl.formats.codes import NVFP4
 from qerl.kernels.adapter import MAX_RANK
 from qerl.plan.memory import Memory
 from qerl.plan.shapes import ModelShape
+from qerl.plan.update import MICRO_BATCH_TOKENS, pass_time
 
 SOURCE = "benchmarks/results/nvidia-h200.jsonl: decode, step"
 NOT_MEASURED = "rewards, checkpoints, and some 0.1 to 0.3 s between rollout and update"
@@ -143,8 +144,8 @@ def _update(shape: ModelShape, config: RunConfig, memory: Memory, rate: Rate) ->
     loss, completions = config.loss, config.rollout.prompts_per_step * config.rollout.num_generations
     tokens = completions * (memory.prompt_tokens + memory.completion_tokens)
     share = memory.recomputed_layers / len(shape.layers)
-    if share < 1 and not rate.update:
-        return None
-    us = rate.update + share * (rate.recomputing - rate.update)
+    us = rate.update + share * (rate.recomputing - rate.update) if rate.update else rate.recomputing * (2 + share) / 3
+    # Measured with long micro-batches.
+    us *= pass_time(shape, memory.micro_batch_tokens) / pass_time(shape, MICRO_BATCH_TOKENS)
     scorings = (loss.num_iterations * loss.updates_per_rollout > 1) + (loss.beta > 0)
     return tokens * (loss.num_iterations * us + scorings * rate.forward) / 1e6

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qerl.config import RunConfig
 from qerl.kernels.adapter import MAX_RANK
@@ -48,50 +48,59 @@ def choose_passes(
     shape: ModelShape,
     config: RunConfig,
     target: Target,
-    ranks: Mapping[str, int],
+    layer_bytes: Sequence[int],
     prompt: int,
     new: int,
-    room: int,
+    rooms: tuple[int, int],
 ) -> tuple[int, int]:
-    """Most tokens of a micro-batch and how many layers recompute: of what has room, what takes the least time.
+    """Most tokens of a micro-batch, and how many layers recompute: of what has room, what takes the least time.
 
-    Where nothing has room: what takes the least memory.
+    rooms: bytes for what only makes the update faster, and all that there are: where nothing has the first, what takes
+    the least memory of layers and has the second, or else the least of all.
     """
-    num_layers = len(shape.layers)
+    num_layers = len(layer_bytes)
     asked = config.optimizer.recomputed_layers(num_layers)
     if asked is None and not target.on_gpu:
         asked = num_layers  # nobody knows how much memory is free
-    counts = range(num_layers + 1) if asked is None else (asked,)
-    limits = _micro_batches(shape, config, target, may_be_short=asked is None)
-    weights = shape.num_weights / num_layers + _BESIDE_PRODUCTS
-    best, choice = math.inf, (limits[-1], counts[-1])
-    for most in limits:
-        tokens, completion_tokens = micro_batch(config, prompt, new, most)
+    counts = range(num_layers + 1) if asked is None else range(asked, asked + 1)
+    limits = _micro_batches(shape, config, target)
+    for room, allowed in zip(rooms, (counts, counts[-1:]), strict=True):
+        best, choice = math.inf, None
+        for most in limits:
+            tokens, completion_tokens = micro_batch(config, prompt, new, most)
 
-        def size(recomputed: int, tokens: int = tokens, completion_tokens: int = completion_tokens) -> int:
-            return sum(update_parts(shape, config, target, ranks, tokens, completion_tokens, recomputed).values())
+            def size(recomputed: int, tokens: int = tokens, completion_tokens: int = completion_tokens) -> int:
+                parts = update_parts(shape, config, target, layer_bytes, tokens, completion_tokens, recomputed)
+                return sum(parts.values())
 
-        fewest = bisect_left(counts, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
-        if fewest < len(counts):
-            passes = 2 + counts[fewest] / num_layers  # forward, backward, and forward again
-            seconds = passes * max(1 + _DEQUANTISATION / tokens, _LAUNCHES / (weights * tokens))
-            if seconds < best:
-                best, choice = seconds, (most, counts[fewest])
-    return choice
+            fewest = bisect_left(allowed, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
+            if fewest < len(allowed):
+                passes = 2 + allowed[fewest] / num_layers  # forward, backward, and forward again
+                time = passes * pass_time(shape, tokens)
+                if time < best:
+                    best, choice = time, (most, allowed[fewest])
+        if choice is not None:
+            return choice
+    return limits[-1], counts[-1]
 
 
-def _micro_batches(shape: ModelShape, config: RunConfig, target: Target, *, may_be_short: bool) -> list[int]:
-    """Most tokens of a micro-batch to choose from, the longest first.
+def pass_time(shape: ModelShape, tokens: int) -> float:
+    """A token's share of a pass over a micro-batch of so many, by what its products take a GPU alone."""
+    weights = shape.num_weights / len(shape.layers) + _BESIDE_PRODUCTS
+    return max(1 + _DEQUANTISATION / tokens, _LAUNCHES / (weights * tokens))
+
+
+def _micro_batches(shape: ModelShape, config: RunConfig, target: Target) -> list[int]:
+    """Most tokens of a micro-batch to choose from, the longest first; short ones where it is known what is free.
 
     A micro-batch of a small model takes the host longer to launch than a GPU to compute: 0.5 s and 0.13 s for 16,384
     tokens of 24 layers of Qwen2.5-0.5B beside an H200. Four times as many take no more memory than a larger model's.
-    may_be_short: down to a few thousand, so that layers can keep their activations.
     """
     if config.optimizer.micro_batch_tokens is not None:
         return [config.optimizer.micro_batch_tokens]
     most = min(_MOST_TIMES, _WIDE // shape.hidden) if target.on_gpu else 1
     limits = [MICRO_BATCH_TOKENS * times for times in range(max(1, most), 0, -1)]
-    while may_be_short and target.free_bytes is not None and limits[-1] > _LEAST_MICRO_BATCH_TOKENS:
+    while target.free_bytes is not None and limits[-1] > _LEAST_MICRO_BATCH_TOKENS:
         limits.append(limits[-1] // 2)
     return limits
 
@@ -109,37 +118,41 @@ def update_parts(
     shape: ModelShape,
     config: RunConfig,
     target: Target,
-    ranks: Mapping[str, int],
+    layer_bytes: Sequence[int],
     tokens: int,
     completion_tokens: int,
     recomputed: int,
 ) -> dict[str, int]:
     """Activations of the longest micro-batch at the worst moment: within a layer's backward pass, or in the head's.
 
-    recomputed: of the layers, so many, the first ones.
+    layer_bytes: what `kept_by_layers` gives; recomputed: of the layers, so many, the first ones.
     """
     b, hidden = target.activation_bytes, shape.hidden
-    layers = [layer_activations(shape, layer, ranks, target, tokens) for layer in shape.layers]
-    one_layer = tokens * b * (2 * shape.intermediate + 2 * hidden)
-    kept = {}
-    if recomputed:
-        num_kept = min(recomputed, _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else recomputed
-        kept["layer inputs"] = num_kept * tokens * hidden * b
-    if recomputed < len(layers):
-        kept["activations"] = sum(layers[recomputed:])
-    else:
-        one_layer += max(layers) - tokens * hidden * b
-    kept["rotary angles"] = 2 * tokens * shape.head_dim * b
+    before = min(recomputed, _INPUTS_ON_THEIR_WAY) if config.optimizer.offload_activations else recomputed
+    inputs, kept = before * hidden * b, sum(layer_bytes[recomputed:])
+    # A layer that runs again has all that it keeps, beside the inputs of those before it.
+    again = max((min(i, before) * hidden * b + layer_bytes[i] for i in range(recomputed)), default=0)
+    one_layer = b * (2 * shape.intermediate + 2 * hidden) + max(0, again - inputs - kept)
     # One [chunk, V] in the head's dtype and, where that is not all (kernels/logprobs), two in float32, of which the
     # first may be the same; the last norm's input and output, and the states that predict a token, with their gradient.
     score = b if target.on_gpu and b == 2 else 2 * _FP32 + b * (b != _FP32)
     logits = min(config.optimizer.logprob_chunk, completion_tokens) * shape.vocabulary * score
     logits += b * 2 * (tokens + completion_tokens) * hidden
-    return kept | ({"one layer, backward": one_layer} if one_layer > logits else {"logits": logits})
+    one_layer *= tokens
+    parts = {
+        "layer inputs": tokens * inputs,
+        "activations": tokens * kept,
+        "rotary angles": 2 * tokens * shape.head_dim * b,
+    } | ({"one layer, backward": one_layer} if one_layer > logits else {"logits": logits})
+    return {name: size for name, size in parts.items() if size}
 
 
-def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int], target: Target, tokens: int) -> int:
-    """Bytes that a layer keeps for its backward pass; the module's text has the list."""
+def kept_by_layers(shape: ModelShape, ranks: Mapping[str, int], target: Target) -> list[int]:
+    """Bytes a token that each layer keeps for its backward pass; the module's text has the list."""
+    return [_kept(shape, layer, ranks, target) for layer in shape.layers]
+
+
+def _kept(shape: ModelShape, layer: Layer, ranks: Mapping[str, int], target: Target) -> int:
     b, hidden, intermediate = target.activation_bytes, shape.hidden, shape.intermediate
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     adapted = [linear for linear in layer.linears if ranks.get(linear.name, 0)]
@@ -158,4 +171,4 @@ def layer_activations(shape: ModelShape, layer: Layer, ranks: Mapping[str, int],
         numbers += q  # attention's outputs, sequence by sequence and side by side
     if shape.has_head_norms:
         numbers += q + kv
-    return tokens * (numbers * b + shape.heads * _FP32)
+    return numbers * b + shape.heads * _FP32

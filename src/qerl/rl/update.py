@@ -114,10 +114,10 @@ class Learner:
         num_updates = loss.num_iterations * loss.updates_per_rollout
         old = ref = None
         if num_updates > 1:
-            old = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
+            old = self._scored(batch, everything, draw)
         if loss.beta > 0:
             with adapters_disabled(self.model):
-                ref = self._within_memory(batch, everything, lambda: self._score(batch, everything, draw))
+                ref = self._scored(batch, everything, draw)
 
         totals = UpdateTotals()
         for iteration in range(loss.num_iterations):
@@ -131,7 +131,7 @@ class Learner:
                 def accumulate(part: list[int] = part, normalizer: Normalizer = normalizer, phase: str = phase) -> Any:
                     return self._accumulate(batch, part, normalizer, old, ref, draw, phase)
 
-                for value, entropy, sums in self._within_memory(batch, part, accumulate):
+                for value, entropy, sums in self._within_memory(batch, part, accumulate, with_gradients=True):
                     totals.add_micro_batch(value, entropy, sums)
                 with self.watch("optimizer"):
                     taken = self._optimizer_step(rate)
@@ -172,9 +172,11 @@ class Learner:
             results.append((value.detach(), entropy, sums))
         return results
 
-    def _within_memory(self, batch: TrainBatch, part: Sequence[int], work: Callable[[], T]) -> T:
-        """`work()`; where memory runs out, again from its beginning: with all layers recomputed, where the number of
-        them was the plan's, then with micro-batches half as large.
+    def _within_memory(
+        self, batch: TrainBatch, part: Sequence[int], work: Callable[[], T], *, with_gradients: bool = False
+    ) -> T:
+        """`work()`; where memory runs out, again from its beginning: with all layers recomputed, where that is of use
+        and their number was the plan's, then with micro-batches half as large.
 
         They stay so from then on. Gradients of a broken-off attempt are thrown away; those of a step do not depend on
         its cut. part: numbers of the sequences that `work` is about. OutOfMemoryError: each is alone already.
@@ -186,7 +188,8 @@ class Learner:
                 micro_batches = batch.micro_batches(part, self.micro_batch_tokens)
                 largest = max(len(micro.input_ids) for micro in micro_batches)
                 longest = max(member.num_tokens for micro in micro_batches for member in micro.members)
-                recomputes_more = self._may_recompute_more and self.recomputed_layers < self._num_layers
+                is_of_use = with_gradients and self.recomputed_layers < self._num_layers
+                recomputes_more = self._may_recompute_more and is_of_use
                 if largest == longest and not recomputes_more:
                     raise torch.OutOfMemoryError(
                         f"no memory for the update of one sequence of {longest:,} tokens: turn "
@@ -199,7 +202,10 @@ class Learner:
                 torch.cuda.empty_cache()
             if recomputes_more:
                 self._recompute(self._num_layers)
-                how = "all layers recomputed (set optimizer.gradient_checkpointing = true to begin so)"
+                how = (
+                    "all layers recomputed (set optimizer.gradient_checkpointing = true and "
+                    f"optimizer.micro_batch_tokens = {self.micro_batch_tokens} to begin so)"
+                )
             else:
                 self.micro_batch_tokens = max(longest, largest // 2)
                 how = (
@@ -225,6 +231,9 @@ class Learner:
             chunk=self.config.optimizer.logprob_chunk,
             bias=output.bias,
         )
+
+    def _scored(self, batch: TrainBatch, sequences: Sequence[int], draw: NoiseDraw | None) -> Tensor:
+        return self._within_memory(batch, sequences, lambda: self._score(batch, sequences, draw))
 
     @torch.no_grad()
     def _score(self, batch: TrainBatch, sequences: Sequence[int], draw: NoiseDraw | None) -> Tensor:

@@ -35,7 +35,7 @@ from qerl.nn.structure import decoder_layers, head
 from qerl.plan.memory import model_parts, plan_memory
 from qerl.plan.shapes import adapter_ranks, read_shape
 from qerl.plan.target import Target
-from qerl.plan.update import update_parts
+from qerl.plan.update import kept_by_layers, update_parts
 from qerl.rl.optimizer import build_optimizer
 from qerl.types import Request, SamplingParams
 
@@ -247,7 +247,8 @@ def test_activations_within_a_tenth_of_the_saved_tensors(folder, recompute, targ
         hidden = packed_forward(model, torch.full((tokens,), 3), torch.tensor([0, 200, tokens]))
     measured = sum(size for address, size in saved.items() if address not in weights)
     shape = read_shape(config.model)
-    parts = update_parts(shape, config, CPU, adapter_ranks(shape, config.lora), tokens, tokens // 2, recompute)
+    layers = kept_by_layers(shape, adapter_ranks(shape, config.lora), CPU)
+    parts = update_parts(shape, config, CPU, layers, tokens, tokens // 2, recompute)
     assert len(shape.layers) == 3
     kept = parts.get("layer inputs", 0) + parts.get("activations", 0)
     kept += parts["rotary angles"] if recompute < 3 else 0
@@ -301,7 +302,8 @@ def test_the_peak_of_a_micro_batch_within_a_tenth(folder, recompute):
 
     micro_batch()  # gradients are there from now on
     shape = read_shape(config.model)
-    parts = update_parts(shape, config, CPU, adapter_ranks(shape, config.lora), tokens, len(predictors), recompute)
+    layers = kept_by_layers(shape, adapter_ranks(shape, config.lora), CPU)
+    parts = update_parts(shape, config, CPU, layers, tokens, len(predictors), recompute)
     assert sum(parts.values()) == pytest.approx(peak_bytes(micro_batch), rel=0.1)
 
 
@@ -329,8 +331,7 @@ def test_the_peak_of_a_micro_batch_with_kernels_within_a_tenth(folder, recompute
 
     micro_batch()
     shape = read_shape(config.model)
-    ranks = adapter_ranks(shape, config.lora)
-    parts = update_parts(
-        shape, config, Target(on_gpu=True, activation_bytes=2), ranks, tokens, len(predictors), recompute
-    )
+    target = Target(on_gpu=True, activation_bytes=2)
+    layers = kept_by_layers(shape, adapter_ranks(shape, config.lora), target)
+    parts = update_parts(shape, config, target, layers, tokens, len(predictors), recompute)
     assert sum(parts.values()) == pytest.approx(peak_bytes(micro_batch), rel=0.1)
