@@ -513,8 +513,8 @@ class OptimizerConfig(Section):
         if value == "auto" or (isinstance(value, int) and value >= 0):  # true and false are integers, too
             return value
         raise ValueError(
-            f"optimizer.gradient_checkpointing is {json.dumps(value, default=str)}: set true, false, the number of layers "
-            'that recompute, or "auto"'
+            f"optimizer.gradient_checkpointing is {json.dumps(value, default=str)}: set true, false, the number of "
+            'layers that recompute, or "auto"'
         )
 
     @model_validator(mode="after")
