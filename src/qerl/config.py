@@ -499,7 +499,7 @@ class OptimizerConfig(Section):
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Most tokens (prompt and completion) of one forward and backward pass; changes memory and time, not the result.
     Default: 16,384; on a GPU more for a small model with room, or fewer where there is none (docs/memory.md)."""
-    gradient_checkpointing: bool | Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    gradient_checkpointing: bool | int | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: of all decoder layers (true), of none (false), of the first so many,
     or of as few as the GPU's free memory asks for (docs/memory.md); changes memory and time, not the result."""
     offload_activations: bool = False

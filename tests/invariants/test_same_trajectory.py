@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from qerl.config import load_config
 from qerl.display import Display
+from qerl.nn.structure import decoder_layers
 from qerl.rl import trainer
 from qerl.rl.batch import TrainBatch, TrainSequence
 from qerl.rl.trainer import Trainer
@@ -78,6 +79,8 @@ def test_a_micro_batch_is_as_long_as_planned_where_it_is_left_open(set_to, passe
 
     def noted(self, micro):
         seen.append(len(micro.input_ids))
+        first, *others = decoder_layers(self.model)
+        assert "forward" in vars(first) and not any("forward" in vars(layer) for layer in others)
         return logprobs(self, micro)
 
     monkeypatch.setattr(Learner, "_logprobs", noted)
@@ -86,6 +89,7 @@ def test_a_micro_batch_is_as_long_as_planned_where_it_is_left_open(set_to, passe
     lines = metrics_of(tmp_path / "run")
     assert {line["micro_batch_tokens"] for line in lines} == {passes_of} and max(seen) <= passes_of < sum(seen)
     assert {line["recomputed_layers"] for line in lines} == {1}
+    assert all(line["decode_steps"] > 0 and 0 < line["time/scoring"] < line["time/rollout"] for line in lines)
     assert_same(got, expected, atol=1e-5)
 
 

@@ -249,8 +249,9 @@ def _for_update(shape: ModelShape, config: RunConfig, target: Target, budget: in
     """Recomputation, then the micro-batch, the logits' chunk, the host's memory: no more of them than it takes."""
     if _fits(shape, config, target, budget, {}, ("update",)):
         return {}
-    is_open = config.optimizer.gradient_checkpointing is True or config.optimizer.gradient_checkpointing == "auto"
-    base: Settings = {} if is_open else {_RECOMPUTE: "auto"}
+    num_layers = len(shape.layers)
+    all_may_recompute = config.optimizer.recomputed_layers(num_layers) in (None, num_layers)
+    base: Settings = {} if all_may_recompute else {_RECOMPUTE: "auto"}
     found = _smaller_pieces(shape, config, target, budget, base)
     if found is None and not config.optimizer.offload_activations:
         found = _smaller_pieces(shape, config, target, budget, base | {_OFFLOAD: True})

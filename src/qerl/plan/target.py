@@ -17,7 +17,7 @@ class Target:
     total_bytes: int | None = None
     """Of the device's memory, where it is known: what a share in `rollout.kv_cache_memory` is of."""
     free_bytes: int | None = None
-    """Of it, what the run may take, where that is known: three quarters for what only makes the update faster."""
+    """Of it, what the run may take, where that is known: not all of it for what only makes the update faster."""
 
     @classmethod
     def of(

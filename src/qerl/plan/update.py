@@ -21,7 +21,6 @@ Called by memory.py. docs/memory.md has the measurements behind the choice.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
@@ -34,8 +33,8 @@ from qerl.plan.target import Target
 
 _FP32 = 4
 MICRO_BATCH_TOKENS = 16_384
-"""The longest that is looked at, and what a run has that is not planned."""
-_MOST_TIMES, _WIDE = 4, 3584  # .. times as many, for a hidden size of so much less than this one (Qwen2.5-7B's)
+"""Of a run that is not planned; of a large model the longest that is looked at."""
+_MOST_TIMES, _WIDE = 4, 3584  # of others so many times, for a hidden size of so much less than this (Qwen2.5-7B's)
 _LEAST_MICRO_BATCH_TOKENS = 2048
 _LAUNCHES, _BESIDE_PRODUCTS, _DEQUANTISATION = 1.5e12, 3e7, 250
 """Of a layer's pass, fitted to updates of 0.5B, 7B and 32B on an H200 (docs/memory.md): the host launches it while the
@@ -64,23 +63,25 @@ def choose_passes(
         asked = num_layers  # nobody knows how much memory is free
     counts = range(num_layers + 1) if asked is None else range(asked, asked + 1)
     limits = _micro_batches(shape, config, target)
+
+    def fewest(most: int, allowed: range, room: int) -> int | None:
+        tokens, completion_tokens = micro_batch(config, prompt, new, most)
+
+        def size(recomputed: int) -> int:
+            return sum(update_parts(shape, config, target, layer_bytes, tokens, completion_tokens, recomputed).values())
+
+        found = bisect_left(allowed, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
+        return allowed[found] if found < len(allowed) else None
+
+    def time(choice: tuple[int, int]) -> float:
+        most, recomputed = choice
+        passes = 2 + recomputed / num_layers  # forward, backward, and forward again
+        return passes * pass_time(shape, micro_batch(config, prompt, new, most)[0])
+
     for room, allowed in zip(rooms, (counts, counts[-1:]), strict=True):
-        best, choice = math.inf, None
-        for most in limits:
-            tokens, completion_tokens = micro_batch(config, prompt, new, most)
-
-            def size(recomputed: int, tokens: int = tokens, completion_tokens: int = completion_tokens) -> int:
-                parts = update_parts(shape, config, target, layer_bytes, tokens, completion_tokens, recomputed)
-                return sum(parts.values())
-
-            fewest = bisect_left(allowed, -room, key=lambda recomputed: -size(recomputed))  # more recomputed take less
-            if fewest < len(allowed):
-                passes = 2 + allowed[fewest] / num_layers  # forward, backward, and forward again
-                time = passes * pass_time(shape, tokens)
-                if time < best:
-                    best, choice = time, (most, allowed[fewest])
-        if choice is not None:
-            return choice
+        fitting = [(most, n) for most in limits if (n := fewest(most, allowed, room)) is not None]
+        if fitting:
+            return min(fitting, key=time)
     return limits[-1], counts[-1]
 
 

@@ -192,9 +192,8 @@ def test_more_recomputed_layers_never_take_more(models, uneven):
 
 def test_recomputation_is_what_was_asked_for_or_what_memory_asks_for(models):
     shape, config, target, memory = planned(models, "7B", *SMALL_ROLLOUT)
-    assert (
-        memory.peaks["update"] <= memory.peaks["rollout"] or memory.recomputed_layers == 28
-    )  # no card: no phase grows
+    # No card: no phase grows.
+    assert memory.peaks["update"] <= memory.peaks["rollout"] or memory.recomputed_layers == 28
     large = replace(target, free_bytes=10**12)
 
     def count(setting: object, target: Target = large, **more: object) -> int:
